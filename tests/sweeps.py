@@ -42,11 +42,11 @@ def spec(place, **changes):
     return {key: value for key, value in content.items() if value is not None}
 
 
-def retraining(place, *, bench=None, **changes):
+def retraining(place, **changes):
     """A small sweep of one layout that is retrained, on two ranks."""
     adapt = {**spec(place)["adapt"][1], "tp_size": 2, **changes}
     del adapt["layouts"]
-    return spec(place, layouts=[{"ladder": "all"}], adapt=[adapt], bench=bench)
+    return spec(place, layouts=[{"ladder": "all"}], adapt=[adapt], bench=None)
 
 
 def write(path: Path, content) -> Path:
@@ -78,9 +78,9 @@ def stages_here() -> Iterator[None]:
         yield
 
 
-def start(file: Path, out: Path, **more: str) -> warm.WarmProcess:
-    """A sweep in a process of its own. more: variables of its environment."""
-    return warm.WarmProcess([sys.executable, "-c", COMMAND, "sweep", file, "--out", out], env={**os.environ, **more})
+def start(file: Path, out: Path) -> warm.WarmProcess:
+    """A sweep in a process of its own."""
+    return warm.WarmProcess([sys.executable, "-c", COMMAND, "sweep", file, "--out", out])
 
 
 def last_saved(out: Path) -> int:

@@ -1,10 +1,7 @@
 """Sampling, stopping, streaming, and the command line of ``ladderize generate``."""
 
 import json
-import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -13,13 +10,11 @@ import torch
 
 from ladderize import load
 from ladderize.demo.inputs import MODEL
-from ladderize.errors import UserError
-from ladderize.runtime.decode import Sampling, generate_tokens, sample
+from ladderize.runtime.decode import Sampling, sample
 from ladderize.runtime.generate import GenerateDocument
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
 from tests import warm
-from tests.groups import make_generator
-from tests.helpers import ROOT, all_gone, edit_json, invoke, invoke_well, ranks_of, refusal
+from tests.helpers import ROOT, edit_json, invoke, invoke_well, refusal
 
 GREEDY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
 
@@ -86,22 +81,6 @@ def test_weights_that_are_no_numbers(tmp_path):
     assert "the model's logits are NaN or infinite" in refusal("generate", tmp_path / "m", *words)
 
 
-def test_logits_that_become_nan_later():
-    generator = make_generator(MODEL, 1, 64)
-    decode, steps = generator.decode_one_token, []
-
-    def overflows(tokens):
-        steps.append(tokens)
-        return decode(tokens) * (torch.inf if len(steps) > 3 else 1)
-
-    generator.decode_one_token = overflows
-    with torch.inference_mode():
-        tokens = generate_tokens(generator, [[1, 5, 6]], max_new_tokens=20, sampling=Sampling())
-        assert all(len(next(tokens)[0]) == 1 for _ in range(4))
-        with pytest.raises(UserError, match="logits are NaN or infinite"):
-            next(tokens)
-
-
 def test_generate_streams_the_models_text(stories):
     outcome = invoke_well("generate", stories, "--prompt", "", "--max-new-tokens", 40)
     assert outcome.stdout.startswith(GREEDY)
@@ -124,33 +103,6 @@ def test_joins_a_group_that_torchrun_started(tmp_path):
     assert GenerateDocument.from_dict(document, "stdout").to_dict().items() <= document.items()
 
 
-@pytest.fixture
-def two_ranks():
-    """``generate`` at work on two ranks: its process, and the pids of the ranks."""
-    command = ["generate", MODEL, "-p", "the cat", "--tp-size", 2, "--max-new-tokens", 100]
-    process = warm.WarmProcess([sys.executable, "-m", "ladderize", *command])
-    warm.wait_until(lambda: len(ranks_of(process.pid)) == 2, process)
-    yield process, ranks_of(process.pid)
-    process.kill()
-
-
-def test_kill_9_of_one_rank_ends_the_command(two_ranks):
-    """Soon: an operation of the group may take 2 hours, which nobody waits for."""
-    process, ranks = two_ranks
-    os.kill(ranks[1], signal.SIGKILL)
-    _, stderr = process.communicate()
-    assert process.returncode == 1
-    assert re.match("Error: rank [01] was killed by SIGKILL", stderr.strip().splitlines()[-1])
-    assert all_gone(ranks)
-
-
-def test_ranks_end_when_their_parent_is_killed(two_ranks):
-    process, ranks = two_ranks
-    process.kill()
-    process.communicate()
-    assert all_gone(ranks)
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -163,19 +115,3 @@ def test_ranks_end_when_their_parent_is_killed(two_ranks):
 )
 def test_bad_arguments(arguments, code, message):
     assert message in refusal("generate", MODEL, "-p", "the cat", *arguments, code=code)
-
-
-def test_bad_checkpoints(tmp_path, llama, monkeypatch):
-    def failure(folder, *arguments):
-        # nothing below may start a process: whatever is wrong is known before
-        monkeypatch.setattr(
-            "multiprocessing.process.BaseProcess.start", lambda self: pytest.fail("a process was started")
-        )
-        return refusal("generate", folder, "-p", "x", "--tp-size", 2, *arguments)
-
-    assert "does not exist" in failure(tmp_path / "nowhere")
-    assert "has no tokenizer, and generate needs one" in failure(llama)
-    (llama / "tokenizer.json").write_text("{broken")
-    assert "its tokenizer cannot be loaded" in failure(llama)
-    (llama / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes()[:-100])
-    assert "is truncated" in failure(llama)

@@ -1,6 +1,5 @@
 """Ranks that this process has started end as it does: by a signal, after they have saved, or with it."""
 
-import multiprocessing
 import os
 import re
 import signal
@@ -8,10 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from ladderize.errors import UserError
-from ladderize.runtime.launch import passing_on_signals
 from tests import warm
 from tests.helpers import all_gone
 
@@ -86,19 +82,3 @@ def test_signals_and_deaths(tmp_path):
         assert all_gone(ranks), number  # before they have saved
         assert len(list(folder.glob("*.saved"))) == (2 if saved else 0), number
     assert "stopping after the step under way" in leader.communicate()[1]
-
-
-def test_a_signal_before_the_ranks_can_save():
-    """Then there is nothing to wait for."""
-    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,))
-    process.start()
-
-    def lead():
-        with passing_on_signals([process]):
-            os.kill(os.getpid(), signal.SIGTERM)
-            process.join(warm.PATIENCE)
-            raise UserError("rank 0 was killed by SIGTERM; the whole group was stopped")
-
-    with pytest.raises(UserError, match="stopped by a signal"):
-        lead()
-    assert process.exitcode == -signal.SIGTERM

@@ -8,9 +8,8 @@ import torch
 from lm_eval.models.huggingface import HFLM
 
 from ladderize.demo.inputs import MODEL
-from ladderize.errors import UserError
 from ladderize.eval import likelihoods
-from ladderize.eval.likelihoods import LikelihoodLM, rows_of
+from ladderize.eval.likelihoods import LikelihoodLM
 from ladderize.modeling import load_tokenizer
 from tests.helpers import FAMILIES, LAYOUTS, SHAPE, make_model
 
@@ -53,17 +52,3 @@ def test_the_greedy_answer_is_known():
     other = [*greedy[:3], (greedy[3] + 1) % SHAPE["vocab_size"]]
     answers = lm._loglikelihood_tokens([(("", ""), context[0].tolist(), one) for one in (greedy, other, greedy[:1])])
     assert [same for _, same in answers] == [True, False, True]
-
-
-def test_answers_of_one_question_share_a_row_while_it_is_short():
-    requests = [(("", ""), [5] * 30, [1] * size) for size in (1, 4, 9, 3)] + [(("", ""), [6] * 30, [1])]
-    for share in (True, False):
-        rows = rows_of(requests, 100, share=share)
-        assert sorted(number for row in rows for number in row.numbers) == [*range(5)]
-        assert len(rows) == (2 if share else 5)
-        assert max(row.starts[-1] for row in rows) == (30 + 3 + 8 + 2 if share else 38)
-
-
-def test_an_answer_that_the_model_cannot_read_is_refused():
-    with pytest.raises(UserError, match="an answer of 11 tokens is longer than the 10 that the model reads"):
-        rows_of([(("", ""), [1], [2] * 11)], 10, share=True)

@@ -6,18 +6,16 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ladderize.checkpoint.opening import read_checkpoint
-from ladderize.checkpoint.reading import read_header
-from ladderize.checkpoint.tensors import read_tensor
 from ladderize.choices import SHAPE_NAMES
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.runtime.loader import CheckpointSource, RandomSource
 from ladderize.runtime.shards import Shape, Slice, known_shapes
-from ladderize.runtime.spec import WeightCache, checkpoint_spec, shape_spec
-from tests.helpers import ROOT, SHAPE, invoke_well, save_llama
+from ladderize.runtime.spec import WeightCache, shape_spec
+from tests.helpers import ROOT, SHAPE, save_llama
 from tests.warm import PATIENCE
 
 CPU = torch.device("cpu")
@@ -49,28 +47,6 @@ def test_a_file_that_shrinks_meanwhile(llama):
     last = max(checkpoint.tensors.values(), key=lambda tensor: tensor.start).name
     with pytest.raises(UserError, match="became shorter while it was read"):
         CheckpointSource(checkpoint, torch.float32, CPU).read(Slice(last))
-
-
-def test_parts_of_tensors_of_every_shape(tmp_path):
-    values = {
-        "scalar": torch.tensor(2.5),
-        "vector": torch.randn(7),
-        "empty": torch.zeros(0, 4),
-        "cube": torch.randn(5, 6, 3).bfloat16(),
-        "flags": torch.randint(2, (3, 4)).bool(),
-    }
-    save_file(values, tmp_path / "a.safetensors")
-    infos = read_header(tmp_path, "a.safetensors")
-    for name, expected in values.items():
-        for dtype in (None, torch.float64):
-            found = read_tensor(tmp_path, infos[name], dtype=dtype)
-            assert found.dtype == (dtype or expected.dtype)
-            assert torch.equal(found, expected.to(found.dtype))
-            for dim in range(min(2, expected.ndim)):
-                start, stop = sorted(torch.randint(0, expected.shape[dim] + 1, (2,)).tolist())
-                part = read_tensor(tmp_path, infos[name], dim=dim, start=start, stop=stop, dtype=dtype)
-                assert part.is_contiguous()
-                assert torch.equal(part, expected.narrow(dim, start, stop - start).to(found.dtype))
 
 
 SCRIPT = """
@@ -108,20 +84,6 @@ def test_a_rank_never_holds_the_whole_model(tmp_path, rank, pack):
     assert held < 0.3 * size
     assert rise < 0.55 * size
     assert mapped < 0.12 * size  # pages of libraries: a file is mapped only while a tensor is read from it
-
-
-def test_models_that_share_files_share_weights(tmp_path, llama):
-    for name, arguments in (("ladder", ["--ladder", "all"]), ("spd", ["--spd", "all", "--sync-tp-size", 2])):
-        invoke_well("convert", llama, tmp_path / name, "--no-verify", *arguments)
-    cache = WeightCache(CPU, pack=True)
-    dense, ladder, spd = (
-        cache.get(checkpoint_spec(str(path), tp_size=2), 2, 0)[1]
-        for path in (llama, tmp_path / "ladder", tmp_path / "spd")
-    )
-    assert ladder is dense
-    assert spd is dense  # one virtual rank for each of 2 ranks: the same slices
-    alone = cache.get(checkpoint_spec(str(tmp_path / "spd"), tp_size=1), 1, 0)[1]
-    assert len(alone.attention(0).o) == 2  # two virtual ranks in one process
 
 
 def test_a_rank_without_vocabulary():

@@ -103,9 +103,17 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", ["dense", "same layer", "every mode"])
-def test_merged_weights_are_the_exact_sums(name, tmp_path):
-    base, rank = save_base(tmp_path / "base", name), int(torch.randint(1, 9, ()))
+@pytest.mark.parametrize(
+    ("name", "dtype", "extra"),
+    [
+        ("dense", torch.float32, {}),
+        ("every mode", torch.float32, {}),
+        ("same layer", torch.bfloat16, {"tie_word_embeddings": True}),
+    ],
+)
+def test_merged_weights_are_the_exact_sums(name, dtype, extra, tmp_path):
+    """Rounded once; everything else is the base's, bit for bit."""
+    base, rank = save_base(tmp_path / "base", name, dtype=dtype, **extra), int(torch.randint(1, 9, ()))
     alpha, targets = int(torch.randint(1, 9, ())), ["q_proj", "up_proj"]
     config = lora_config([0, 2], rank, alpha=alpha, targets=targets)
     matrices = adapt(base, tmp_path / "adapter", config)
@@ -119,9 +127,13 @@ def test_merged_weights_are_the_exact_sums(name, tmp_path):
         module = key.removesuffix(".weight")
         if key in document["replaced_tensors"]:
             a, b = (matrices[f"{module}.lora_{side}.weight"].double() for side in "AB")
-            weight = (weight.double() + alpha / rank * b @ a).float()
-        torch.testing.assert_close(after[key], weight, rtol=1e-5, atol=1e-6)
-    check_same(base, tmp_path / "adapter", tmp_path / "out")
+            exact = weight.double() + alpha / rank * b @ a
+            error = 2**-8 * 1.001 if dtype == torch.bfloat16 else 1e-5
+            assert ((after[key].double() - exact).abs() <= error * exact.abs() + 1e-6).all()
+        else:
+            assert torch.equal(after[key], weight)
+    if dtype == torch.float32:
+        check_same(base, tmp_path / "adapter", tmp_path / "out")
     assert document["layout"] == document["layout_before"]
 
 
@@ -131,23 +143,6 @@ def test_whatever_peft_merges(kind, tmp_path):
     adapt(base, tmp_path / "adapter", LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=4, **KINDS[kind]))
     merge(tmp_path / "adapter", tmp_path / "out", verify=False)
     check_same(base, tmp_path / "adapter", tmp_path / "out")
-
-
-def test_tied_embeddings_and_half_precision(tmp_path):
-    """What is stored is the exact sum, rounded once; everything else is the base's, bit for bit."""
-    base = save_base(tmp_path / "base", "spd all 2", dtype=torch.bfloat16, tie_word_embeddings=True)
-    matrices = adapt(base, tmp_path / "adapter")
-    report = merge(tmp_path / "adapter", tmp_path / "out", verify=False)
-    before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
-    assert before.keys() == after.keys()
-    for name, stored in after.items():
-        if name in report.replaced_tensors:
-            a, b = (matrices[f"{name.removesuffix('.weight')}.lora_{side}.weight"].double() for side in "AB")
-            exact = before[name].double() + 2 * b @ a
-            assert ((stored.double() - exact).abs() <= 2**-8 * exact.abs() * 1.001 + 1e-6).all()
-        else:
-            assert torch.equal(stored, before[name])
-    assert len(report.replaced_tensors) == 14
 
 
 def test_files_without_adapted_tensors_are_linked_and_out_says_what_it_is(tmp_path):
@@ -209,14 +204,10 @@ DAMAGE = {
     ),
     "truncated": (lambda a: os.truncate(a / "adapter_model.safetensors", 4000), "is truncated"),
     "other method": (set_config(peft_type="IA3"), "peft_type is 'IA3'; only LORA"),
-    "of the future": (set_config(use_magic=True), "use_magic is set, which the PEFT installed here cannot merge"),
     "a module": (set_config(megatron_config={"a": 1}, megatron_core="antigravity"), "megatron_config is set"),
     "other rank": (set_config(r=5), "PEFT cannot merge .*size mismatch"),
-    "a scale beyond all": (set_config(lora_alpha=1e308), "NaNs detected in the merged weights"),
-    "a scale beyond that": (set_config(lora_alpha=10**400), "PEFT cannot merge .*too large for a float"),
     "half": (lambda a: edit_tensors(a, "o_proj", lambda t: None), "only one of them has .*o_proj.lora_A"),
     "NaN": (lambda a: edit_tensors(a, "o_proj", lambda t: t * torch.nan), "NaNs detected in the merged weights"),
-    "document": (lambda a: edit_json(a / "adaptation.json", base={"model": 3}), "adaptation.json: base"),
     "a link out": (lambda a: (a / "metrics.jsonl").symlink_to(__file__), "metrics.jsonl is a link that leads out of"),
 }
 

@@ -162,12 +162,7 @@ REFUSED = {
     "of DDP": ({}, renamed("module.{}".format), {}, "begins with module."),
     "biases of some layers": (BIAS, without(*O_BIASES[1:]), {}, "o_proj.bias is missing"),
     "biases that nobody asks for": (BIAS, dict, {"attention_bias": False}, "transformers would leave out"),
-    "another vocabulary": (
-        {},
-        dict,
-        {"vocab_size": 128},
-        r"\[97, 32\], but config.json asks for \[128, 32\]",
-    ),
+    "another vocabulary": ({}, dict, {"vocab_size": 128}, r"\[97, 32\], but config.json asks for \[128, 32\]"),
     "two of a name": ({}, lambda tensors: tensors.update({"norm.weight": torch.ones(32)}), {}, "model.norm.weight is"),
     "labels": ({}, dict, {"num_labels": 10**9}, "num_labels is 1000000000, but must be"),
 }

@@ -5,21 +5,12 @@ import pytest
 import torch
 from transformers.masking_utils import find_packed_sequence_indices
 
-from ladderize.adapt.data.packing import IGNORED_TARGET, PADDING_TARGET, best_fit, collate
-from ladderize.runtime.training.batch import Batch
+from ladderize.adapt.data.packing import IGNORED_TARGET, PADDING_TARGET, collate
 from tests.adapt_data.rows import examples_of, packed
 from tests.helpers import fresh_rng, make_model, random_ids
 
 X, P = IGNORED_TARGET, PADDING_TARGET
 A, B, C = ([1, 50, 51, 52], [1] * 4), ([1, 60, 61], [0, 0, 1]), ([1, 70], [1, 1])
-
-
-C_B = {"input_ids": [1, 70, 1, 60, 61], "targets": [70, X, X, 61, X], "lengths": [2, 3]}
-
-
-def join(*examples):
-    (row,) = packed(*zip(*examples, strict=True), 100)
-    return row
 
 
 def test_a_batch_by_hand():
@@ -35,15 +26,6 @@ def test_a_batch_by_hand():
     assert batch["targets"].tolist() == [[50, 51, 52, X, X, 61, X], [70, X, P, P, P, P, P]]
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
     assert find_packed_sequence_indices(batch["position_ids"]).tolist() == [[0] * 4 + [1] * 3, [0] * 7]
-
-
-def test_what_the_host_knows_of_a_batch():
-    batch = Batch.of(collate([C_B, join(A)]), torch.device("cpu"))
-    assert batch.scored_targets.tolist() == [70, 61, 50, 51, 52]
-    states = torch.arange(20).view(2, 5, 2)
-    assert batch.scored_states(states).tolist() == states[batch.targets >= 0].tolist()
-    assert batch.mask is not None
-    assert Batch.of(collate([join(A), join(C)]), torch.device("cpu")).mask is None  # padded
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -68,13 +50,6 @@ def test_a_packed_row_computes_what_each_example_does_alone(layout, attention):
                 assert leaks == (order > 0), "with the model's defaults an example sees those before it"
 
 
-def test_best_fit_decreasing():
-    """Into the fullest row with room, not the first: 6 and 5 begin rows of 10; 4 goes beside 6, 3 beside 5, and 2
-    beside those."""
-    assert best_fit([2, 3, 4, 5, 6], 10) == [[4, 2], [3, 1, 0]]
-    assert best_fit([7, 6, 3], 10) == [[0, 2], [1]]
-
-
 def test_packing_loses_nothing_and_little_room():
     rng = fresh_rng()
     ids = [rng.integers(0, 97, length).tolist() for length in rng.integers(2, 64, 3000)]
@@ -88,9 +63,3 @@ def test_packing_loses_nothing_and_little_room():
     lengths = [len(row["input_ids"]) for row in rows]
     assert max(lengths) <= 64
     assert sum(lengths) / (64 * len(rows)) > 0.97
-
-
-def test_a_rank_without_rows_counts_nothing():
-    batch = collate([])
-    assert batch["input_ids"].shape == (1, 1)
-    assert batch["targets"].tolist() == [[P]]

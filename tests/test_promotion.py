@@ -8,7 +8,7 @@ import pytest
 from ladderize.sweep import run
 from ladderize.sweep.plan import Entrant, promoted, ranking
 from tests.helpers import fresh_rng, invoke, invoke_well
-from tests.sweeps import plan_of, planner, ran, read, spec, stages_here, sweep, write
+from tests.sweeps import plan_of, ran, read, spec, stages_here, sweep, write
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -135,21 +135,6 @@ def test_without_times_blocking_sync_points_decide(place, played):
     outcome, document = sweep(played, tournament(place, bench=None))
     assert document["benches"] == []
     check_promoted(played / "out", outcome)
-
-
-def test_what_is_lost_takes_no_part(place, tmp_path):
-    """Layouts whose evaluations failed are not waited for; a benchmark that failed decides nothing."""
-    made = planner(tmp_path, tournament(place))
-
-    def plan(*lost):
-        return made.plan(lambda stage: "failed" if stage in lost else "waiting")
-
-    first = plan()
-    assert [point.hold.status for point in first.points if point.hold] == ["waiting"] * 3
-    assert not plan(*(point.evaluating for point in first.points)).waiting
-    third = plan(*first.benches)
-    assert {point.hold.message for point in third.points if point.hold} == {"the stage bench that decides it failed"}
-    assert not third.waiting
 
 
 def test_the_others_go_on_where_an_evaluation_fails(place, played, monkeypatch):

@@ -3,16 +3,13 @@
 import math
 
 import pytest
-import torch
 
 from ladderize.errors import LadderizeError
 from ladderize.runtime import launch
-from ladderize.runtime.collectives.base import AcrossGroups, Collectives, NoCommunication
-from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.links import SLICED_BYTES
 from ladderize.runtime.shards import check_runnable
 from tests.groups import run_all_models
-from tests.helpers import SHAPE, fresh_rng, make_layout, make_model, random_ids
+from tests.helpers import SHAPE, make_layout, make_model, random_ids
 from tests.test_runtime import assert_computed
 
 RANKS, STEPS = 4, 24
@@ -27,28 +24,6 @@ CASES = [
     ("same layer delayed with biases", "qwen3"),
 ]
 WIDE = (8, 40)  # rows and tokens whose sums are sent in slices; those of a few tokens are sent whole
-
-
-def sums_of_random_parts(group, seed):
-    """Sums within groups and across them, of messages of either size, against all ranks' messages."""
-    collectives, _ = choose("auto", group, max_bytes=1 << 20)
-    split, numbers = collectives.split(2), torch.Generator().manual_seed(seed)
-    worst = 0.0
-    for size in (SLICED_BYTES // 64, SLICED_BYTES // 4, SLICED_BYTES // 4 + 1):  # short, in slices, and of no slices
-        parts = torch.randn(group.size, size, generator=numbers)
-        own = split.within.all_reduce(parts[group.rank].clone())
-        groups = parts.unflatten(0, (-1, 2)).sum(1)
-        worst = max(worst, float((own - groups[group.rank // 2]).abs().max()))
-        handles = [split.across.all_reduce_async(own.clone()) for _ in range(2)]  # as in Domino's parts
-        worst = max(worst, *(float((handle.wait() - parts.sum(0)).abs().max()) for handle in handles))
-    assert collectives.split(2) is split
-    collectives.settle()
-    return worst
-
-
-def test_sums_within_groups_and_across_them():
-    seed = int(fresh_rng().integers(1 << 30))
-    assert launch.run(sums_of_random_parts, seed, tp_size=RANKS, device="cpu", threads=1) < 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -88,16 +63,3 @@ def test_which_sizes_run():
         check_runnable(config, layout, ranks, in_groups=True)
     with pytest.raises(LadderizeError, match="--tp-size 4 does not divide the 2 virtual ranks"):
         check_runnable(config, layout, 4)
-    three = {**config, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 48}
-    with pytest.raises(LadderizeError, match="3 neither divides nor is a multiple of the 2 virtual ranks"):
-        check_runnable(three, layout, 3, in_groups=True)
-
-
-def test_groups_of_a_group_that_is_not_there():
-    within, across = NoCommunication(8).split(4)
-    assert (within.ranks, across.ranks) == (4, 2)
-    with pytest.raises(NotImplementedError):
-        Collectives(4).split(2)
-    alone = AcrossGroups(Collectives(), Collectives(), 0)  # one group of one
-    x = torch.randn(3, 5)
-    assert alone.all_reduce(x) is x

@@ -9,12 +9,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ladderize.console import printable, to_json
+from ladderize.console import printable
 from ladderize.layout import Layout
 from ladderize.report.documents import find_documents
 from ladderize.report.join import join_documents
 from ladderize.report.page import build_page
-from ladderize.report.tradeoff_plot import name_sides, pareto_front
+from ladderize.report.tradeoff_plot import pareto_front
 from tests.helpers import change_json, edit_json, fresh_rng, invoke, invoke_well, one_sentence
 from tests.report_documents import (
     bench_document,
@@ -91,7 +91,7 @@ def test_an_interval_that_holds_the_margin_shows_nothing(tmp_path):
 
 
 def test_the_nearest_is_named_where_no_margin_is_shown(tmp_path):
-    """By divergence, whatever perplexity and tasks say; without, by perplexity; of what is shown to be faster alone."""
+    """By divergence, whatever perplexity and tasks say; without, by perplexity."""
     rng = fresh_rng()
     names = list(POINTS)
     divergence, points = ({name: float(rng.uniform(0.01, 0.3)) for name in names} for _ in range(2))
@@ -107,11 +107,6 @@ def test_the_nearest_is_named_where_no_margin_is_shown(tmp_path):
     assert best is None
     assert f"The nearest to dense is {nearest['divergence']} " in text
     assert f"KL {divergence[nearest['divergence']]:.4f} (" in text
-    slow = {name: 0.9 if name == nearest["divergence"] else 1.3 for name in names}
-    write_files(tmp_path, points=None, speedups=slow)
-    fast = min(set(names) - {nearest["divergence"]}, key=divergence.get)
-    assert f"The nearest to dense is {fast} " in answer_of(tmp_path)[0]
-    (tmp_path / "bench.json").unlink()
     change_json(tmp_path / "results.json", lambda d: [one.update(predictions=None) for one in d["comparisons"]])
     assert f"The nearest to dense is {nearest['perplexity']} " in answer_of(tmp_path)[0]
 
@@ -251,23 +246,6 @@ def test_of_one_layout_the_most_accurate_is_recommended(tmp_path):
     assert dense == converted < aligned < trained
 
 
-def test_a_line_of_recovery_goes_through_what_its_stages_made(tmp_path):
-    """From the model as converted."""
-    names = ("dense", "spd", "spd-500-align", "spd-900-align+full", "spd-600-blocks", "ladder", "ladder-500-align")
-    answers = fresh_rng().random((len(names), 60)) < 0.7
-    write_sweep(tmp_path / "sweep", dict(zip(names, answers, strict=True)))
-    page = page_of(tmp_path / "sweep")
-    lines, ends = {}, []
-    for row in rows_of(page, "recovery"):
-        lines.setdefault(row["line"], []).append(row["tokens"])
-        ends += [row["name"]] * row["is_end"]
-    spd = "spd 0:4 (sync_tp_size 2)"
-    expected = {f"{spd}, align + full": [0, 500, 900], f"{spd}, blocks": [0, 600], "ladder 0:4, align": [0, 500]}
-    assert expected.items() <= lines.items()
-    assert sorted(ends) == sorted(names[1:])  # a mark each
-    assert models_of(page)["spd-900-align+full"]["adapted"] == "align + full, 900 tokens"
-
-
 def test_points_that_two_sweeps_share_are_shown_once(sweep):
     other = shutil.copytree(sweep, sweep.with_name("other"))
     names = sorted(models_of(page_of(sweep, other)))
@@ -320,15 +298,6 @@ def test_the_front_is_what_nothing_else_dominates():
             for one in points
         ]
         assert pareto_front(points) == expected
-
-
-def test_no_name_lies_on_a_mark(tmp_path):
-    """Above ladder's mark, just to the right, is spd's: ladder's name is below. What lies between two has none."""
-    points, speedups = {"ladder": -0.3, "spd": -0.1, "both": -4.0}, {"ladder": 1.37, "spd": 1.38, "both": 1.9}
-    rows = rows_of(page_of(write_files(tmp_path, points=points, speedups=speedups)), "tradeoff")
-    assert {row["name"]: row["label"] for row in rows} == {"dense": 1, "spd": 1, "ladder": -1, "both": 1}
-    spans = [(0.5, 0.7), (0.52, 0.72), (0.31, 0.51)]
-    assert name_sides([0.5, 0.55, 0.45], [0.5, 0.52, 0.51], spans, [False, True, True]) == [0, 1, -1]
 
 
 # ---- the files that are written ----
@@ -397,27 +366,6 @@ def test_what_documents_say_is_text_and_nothing_else(tmp_path):
 # ---- what it refuses ----
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.json", None, "does not exist"),
-        ("a.json", '{"a": ', "is not valid JSON"),
-        ("a.json", '{"a": 1}', "schema_version"),
-        ("a.json", to_json({"a": 1}), "none of the documents"),
-        ("a.json", to_json({"rows": [{"model": 3}], "environment": {}}), "a.json"),
-        ("b.json", "", "does not exist"),
-        ("metrics.jsonl", "x\n", "metrics.jsonl, line 1 is not JSON"),
-        ("metrics.jsonl", '{"step": "x"}\n', "line 1: step is 'x', but must be of type int"),
-        ("config.json", "{}", "has no sweep.json, results*.json"),
-    ],
-)
-def test_what_is_no_document_is_refused_in_one_sentence(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    assert message in refused(tmp_path / "a.json" if name in ("a.json", "b.json") else tmp_path, out=tmp_path)
-    assert not (tmp_path / "page.html").exists()
-
-
 def test_speed_ups_over_another_model_are_refused(files):
     message = "but the accuracies are compared with models/dense"
     bench = json.loads((files / "bench.json").read_text())
@@ -431,11 +379,3 @@ def test_speed_ups_over_another_model_are_refused(files):
 def test_a_model_that_changed_its_layout_is_refused(files):
     change_json(files / "bench.json", lambda d: d["rows"][1]["attention_sync"].__setitem__(0, "blocking"))
     assert "another layout" in refused(files, out=files)
-
-
-def test_outputs_that_cannot_be_meant(files, monkeypatch):
-    assert "must end in .html" in one_sentence(invoke("report", files, "--out", files / "page.pdf"))
-    assert "must end in .md" in one_sentence(invoke("report", files, "--markdown", files / "a.txt"))
-    assert "does not exist" in one_sentence(invoke("report", files, "--out", files / "no" / "page.html"))
-    monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
-    assert "pip install 'ladderize[report]'" in refused(files, out=files)

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from ladderize.errors import UserError
 from ladderize.runtime import launch as distributed
-from tests.groups import make_generator, run_all_models, run_models
+from tests.groups import run_all_models, run_models
 from tests.helpers import FAMILIES, LAYOUTS, make_model, random_ids
 from tests.oracle import Oracle, assert_likeliest
 from tests.test_convert import LLAMA_3_ROPE
@@ -143,18 +142,6 @@ def test_replicated_vocabulary(cases, results):
     for name, result in found.items():
         assert_computed(*cases[name], result)
         assert result["all_reduces"] == sums(cases[name][0])
-
-
-def test_a_batch_of_another_size_than_the_cache(tmp_path):
-    make_model("dense").save_pretrained(tmp_path / "m")
-    generator = make_generator(tmp_path / "m", 2, 8)
-    with pytest.raises(ValueError, match="1 prompts for a cache of 2 rows"):
-        generator.prefill([[3, 4]])
-    with pytest.raises(UserError, match="a prompt of 9 tokens does not fit a cache of 8"):
-        generator.prefill([[3] * 9, [4]])
-    generator.prefill([[3] * 8, [4]])
-    with pytest.raises(UserError, match="the cache of 8 positions is full"):
-        generator.decode_one_token(torch.tensor([3, 4]))
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,6 @@ FULL = {"method": "full", "data": "x.npy", "max_tokens": "1k"}
 HALF = {"name": "half", "ladder": "0"}
 REFUSED = {
     "an unknown key": ({"layout": "a"}, "unknown key 'layout'; known are model, out,"),
-    "no layouts": ({"layouts": None}, "layouts is missing"),
-    "an entry without layers": ({"layouts": [{"name": "a"}]}, r"layouts\[0\]: names no layers"),
     "what the sweep decides": ({"adapt": [{**FULL, "align": True}]}, r"adapt\[0\]: align cannot be given here"),
     "a backend that tells no predictions": (
         {"eval": {"perplexity": "a.npy", "backend": "vllm"}},
@@ -139,22 +137,17 @@ REFUSED = {
         {"adapt": [[FULL, {"method": "align", "data": "x.npy"}]]},
         r"adapt\[0\]: align solves anew .*put it first",
     ),
-    "layers that are not there": ({"layouts": [{"ladder": "2:9"}]}, r"layouts\[0\].*2:9 is .*out of range"),
     "ranks that do not fit": ({"layouts": [{"spd": "all", "sync_tp_size": 3}]}, r"layouts\[0\].*does not divide the 8"),
-    "a method": ({"adapt": [{"method": "ful"}]}, r"adapt\[0\]: method is 'ful'"),
     "promote without an evaluation": (
         {"adapt": [{**FULL, "promote": 1}], "eval": None},
         "promote goes by what eval measures",
     ),
     "data to train on": ({"adapt": [{**FULL, "data": "nowhere.npy"}]}, "nowhere.npy names nothing that exists"),
-    "nothing to evaluate": ({"eval": {"batch_size": 3}}, "eval: nothing to evaluate"),
     "a long prompt": ({"bench": [{"prompt_len": 99}]}, r"bench\[0\].*over the model's 64 positions"),
     "ranks that a model does not run on": (
         {"bench": [{**FAST, "tp_size": 3}]},
         r"bench\[0\]: --tp-size 3 does not divide the 8 attention heads",
     ),
-    "a number for a file": ({"eval": {"perplexity": 0.5}}, "/0.5 does not exist"),
-    "nothing to measure": ({"eval": None, "bench": None}, "neither eval nor bench"),
 }
 
 
@@ -166,27 +159,6 @@ def test_what_does_not_fit_is_refused_before_anything_runs(place, tmp_path, case
     file = write(tmp_path / "s.yaml", spec(place, **changes))
     assert re.search(message, one_sentence(invoke("sweep", file, "--out", tmp_path / "out")))
     assert listing(tmp_path) == ["s.yaml"]
-
-
-def test_a_layout_that_a_benchmark_does_not_time_may_be_made_for_other_ranks(place, tmp_path):
-    layouts = [{"name": "two", "spd": "all", "sync_tp_size": 2}, {"name": "four", "spd": "all", "sync_tp_size": 4}]
-    bench = [{**FAST, "tp_size": 4, "layouts": "four"}]
-    document = planned(place, tmp_path, layouts=layouts, bench=bench, adapt=None)
-    (stage,) = [stage for stage in document["stages"] if stage["stage"] == "bench"]
-    assert stage["command"].count("/model ") == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("- a", "s.yaml is ['a'], but must hold options"),
-        ("model: [", "s.yaml is not valid YAML"),
-        ("", "s.yaml is empty, but must hold options"),
-    ],
-)
-def test_a_file_that_is_no_sweep(tmp_path, content, message):
-    (tmp_path / "s.yaml").write_text(content)
-    assert message in one_sentence(invoke("sweep", tmp_path / "s.yaml", "--out", tmp_path / "out"))
 
 
 def test_folders_that_are_refused(place, tmp_path):

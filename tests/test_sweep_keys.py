@@ -8,12 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from ladderize.checkpoint.opening import read_checkpoint
-from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import to_json
-from ladderize.convert.assignment import RankAssignment
-from ladderize.demo.inputs import TASKS
-from tests.helpers import SHAPE, invoke, invoke_well, one_sentence, save_llama
+from tests.helpers import SHAPE, invoke_well, save_llama
 from tests.sweeps import FAST, plan_of, planner, ran, read, rerun, set_gpus, spec, stages_here, stages_of, sweep, write
 
 
@@ -130,50 +125,23 @@ def test_how_a_stage_starts_is_no_part_of_it(place, tmp_path, monkeypatch):
     assert len({started(gpus, batch_size=None)[3] for gpus in (0, 1, 2, 3)}) == 3
 
 
-def test_an_evaluation_needs_the_dense_ones_only_for_its_text(place, tmp_path):
-    def needs(**eval_):
-        content = spec(place, eval=eval_, layouts=[{"ladder": "0"}], adapt=None)
-        dense, converted = (point.evaluating for point in plan_of(tmp_path, content).points)
-        return dense in converted.needs
-
-    assert needs(perplexity=str(place / "heldout.npy"))
-    assert not needs(tasks=["demo_copying"], include_path=str(TASKS))
-
-
-def test_layouts_that_differ_in_their_heads_alone_are_two_points(place, tmp_path):
-    for name in ("a", "b"):
-        orders = {0: (1, 0, 2, 3) if name == "a" else (0, 1, 3, 2)}
-        found = RankAssignment(2, fingerprint(read_checkpoint(place / "dense")), orders)
-        (tmp_path / f"{name}.json").write_text(to_json(found.to_dict()))
-    layouts = [{"spd": "all", "sync_tp_size": 2, "assignment": str(tmp_path / f"{name}.json")} for name in "ab"]
-    points = plan_of(tmp_path, spec(place, bench=None, adapt=None, layouts=layouts)).points
-    assert len({point.name for point in points}) == len({point.evaluating.key for point in points}) == 3
-
-
 def test_layouts_with_and_without_an_assignment(place, tmp_path):
-    """The assignment is computed by the sweep's data, or by the entry's own; what the data hold decides the stage."""
+    """The assignment is computed by the sweep's data; what they hold decides the stage."""
     data = tmp_path / "mine.npy"
     np.save(data, np.load(place / "ids.npy"))
     entry = {"spd": "all", "sync_tp_size": 2, "assign": ["none", "neurons", "heads,neurons"]}
     content = spec(place, bench=None, adapt=None, data=str(data), layouts=[entry])
 
-    def commands():
-        return [shlex.split(stage.command) for stage in plan_of(tmp_path, content).stages if stage.kind == "convert"]
-
-    points = plan_of(tmp_path, content).points
-    assert [point.name for point in points[1:]] == [
+    plan = plan_of(tmp_path, content)
+    assert [point.name for point in plan.points[1:]] == [
         "spd 0:4 (sync_tp_size 2)" + words for words in ("", ", neurons assigned", ", heads and neurons assigned")
     ]
-    assert [str(data) in words for words in commands()] == [False, True, True]
+    commands = [stage.command for stage in plan.stages if stage.kind == "convert"]
+    assert [str(data) in words for words in commands] == [False, True, True]
     before = keys(tmp_path, content)
     np.save(data, np.load(place / "heldout.npy"))
     changed = [key for key, kind in keys(tmp_path, content).items() if kind == "convert" and key not in before]
     assert len(changed) == 2
-    entry["data"] = str(place / "ids.npy")
-    entry["assign"] = "neurons"
-    assert [str(place / "ids.npy") in words for words in commands()] == [True]
-    refused = write(tmp_path / "r.yaml", {**content, "data": [str(data)], "layouts": [{**entry, "data": None}]})
-    assert "assign reads one file" in one_sentence(invoke("sweep", refused, "--out", tmp_path / "o"))
 
 
 def test_a_layout_of_a_recipe(place, tmp_path):

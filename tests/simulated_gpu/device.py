@@ -45,7 +45,7 @@ VIEWS = {aten._unsafe_view, aten.lift_fresh, aten.lift}
 
 
 class Node:
-    """One operation of the device. label: its name. reads, writes: the memory that it uses."""
+    """One operation of the device. label: its name. after: what it depends on."""
 
     def __init__(self, label: str, stream: "Stream", run: Callable[[], object] | None, after: list["Node"]) -> None:
         self.label, self.stream, self.run, self.after = label, stream, run, after
@@ -222,8 +222,8 @@ class SimulatedGpu:
     """The device; torch uses it inside ``with SimulatedGpu(seed, ranks) as gpu``.
 
     ranks: of the group that its collectives stand for, where every rank sends the same. log: what was told to which
-    stream, in order. problems: what torch's checker of races has found. left_out: the number of a wait for an event,
-    which does nothing.
+    stream, in order. problems: what torch's checker of races has found, which must be nothing. left_out: the number of
+    a wait for an event, which does nothing.
     """
 
     def __init__(self, seed: int, ranks: int = 1, *, left_out: int | None = None) -> None:
@@ -590,9 +590,12 @@ class SimulatedGpu:
         self.stack.enter_context(Dispatching(self))
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         self.closed = True
         self.stack.close()
+        if kind is None and self.left_out is None:
+            assert not self.problems, self.problems[0]
+            assert not self.recorded
 
     def _reset_peak(self, *device: object) -> None:
         self.peak = self.bytes

@@ -12,7 +12,8 @@ from tests.vllm.engines import Engines
 # Processes of vLLM are imported and compiled for long on two cores; a job has its own limit (engines.py).
 TIMEOUT = 2400
 # Two workers share the files, in this order. Files that are not named come next.
-LONG_FILES = ["test_tokens.py", "test_eval.py", "test_bench.py", "test_plugin.py", "test_server.py", "test_features.py"]
+# Who takes test_tokens.py has engines when he comes to test_features.py.
+LONG_FILES = ["test_tokens.py", "test_eval.py", "test_bench.py", "test_features.py", "test_server.py", "test_plugin.py"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

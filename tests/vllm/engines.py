@@ -31,6 +31,20 @@ SMALL = {
 }
 
 
+def ladderize(*words: object, **variables: str) -> str:
+    """A command in a process of its own, as a user runs it: its stdout."""
+    result = subprocess.run(
+        [sys.executable, "-m", "ladderize", *map(str, words)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
 class Rank:
     """One process, and the lines that it answers."""
 

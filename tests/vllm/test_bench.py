@@ -1,43 +1,30 @@
 """bench --engine vllm: real engines, timed; whose class runs."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
-from tests.helpers import ROOT
+from tests.vllm.engines import ladderize
 from tests.vllm.models import SHAPE
-from tests.warm import PATIENCE
 
 SMALL = {key: SHAPE[key] for key in SHAPE if key != "attention_bias"} | {"model_type": "llama", "num_hidden_layers": 2}
 
 
-def bench(folder: Path, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, as a user runs it."""
+def bench(folder: Path, *arguments: object, **variables: str) -> str:
     shape = folder / "config.json"
     shape.write_text(json.dumps(SMALL))
-    command = [sys.executable, "-m", "ladderize", "bench", "--engine", "vllm", "--random-weights", shape, *arguments]
-    return subprocess.run(
-        [str(part) for part in [*command, "--prompt-len", 9, "--output-len", 5, "--warmup", 1]],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    sizes = ("--prompt-len", 9, "--output-len", 5, "--warmup", 1)
+    return ladderize("bench", "--engine", "vllm", "--random-weights", shape, *arguments, *sizes, **variables)
 
 
 def test_one_rank_from_the_command_to_the_file(tmp_path):
     """Stock and plugin, two batch sizes."""
     out = tmp_path / "bench.json"
     given = ("--layout", "dense", "--baselines", "plugin", "--batch-size", "1,3")
-    done = bench(tmp_path, *given, "--repeat", 2, "--threads", 1, "--out", out, "--json")
-    assert done.returncode == 0, done.stderr
+    shown = bench(tmp_path, *given, "--repeat", 2, "--threads", 1, "--out", out, "--json")
     document = json.loads(out.read_text())
-    assert json.loads(done.stdout) == document
+    assert json.loads(shown) == document
     assert (document["engine"], document["complete"], document["messages"]) == ("vllm", True, "single")
     rows = [(row["model"], row["architecture"], row["batch_size"]) for row in document["rows"]]
     names = [("dense", "LlamaForCausalLM"), ("plugin's dense", "LadderizedLlamaForCausalLM")]
@@ -51,8 +38,7 @@ def test_two_ranks_over_gloo_show_the_overlap(tmp_path):
     """Two layouts in one process: each sends its own number of messages, the last of which nothing hides."""
     out, traces = tmp_path / "bench.json", tmp_path / "traces"
     given = ("--layout", "ladder,spd+ladder", "--tp-size", 2, "--batch-size", 2, "--repeat", 1)
-    done = bench(tmp_path, *given, "--profile", traces, "--out", out, LADDERIZE_VLLM_BACKEND="gloo")
-    assert done.returncode == 0, done.stderr
+    bench(tmp_path, *given, "--profile", traces, "--out", out, LADDERIZE_VLLM_BACKEND="gloo")
     document = json.loads(out.read_text())
     # vLLM's kernels for processors without AVX512 have no sums over shared memory
     own = "vLLM's shared memory" if torch.cpu._is_avx512_supported() else "gloo over lo"

@@ -4,8 +4,6 @@ document."""
 import contextlib
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +12,13 @@ import torch
 from lm_eval.api.instance import Instance
 
 from ladderize.demo.inputs import MODEL, TASKS
-from ladderize.errors import UserError
 from ladderize.eval.model import HFModel
 from ladderize.eval.options import EvalOptions
-from ladderize.layout import LayoutError
 from ladderize.ranks.group import Ranks
 from ladderize.vllm.eval_model import open_vllm
-from tests.helpers import ROOT, edit_tensors, fresh_rng
+from tests.helpers import edit_tensors, fresh_rng
+from tests.vllm.engines import ladderize
 from tests.vllm.models import make
-from tests.warm import PATIENCE
 
 POSITIONS = 128
 WORDS = ("the", "cat", "dog", "sees", "and", "a", "red", "small", "old", "likes", "to", "run", "far", "with", "one")
@@ -38,15 +34,13 @@ def model_with_tokenizer(name: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[("dense", 1), ("mixed", 2)], ids=["dense-1", "mixed-2"])
-def pair(request, tmp_path_factory):
-    """The same model in transformers and in vLLM's processes. "mixed" ties its ends, but stores two that differ."""
-    name, tp_size = request.param
-    folder = model_with_tokenizer(name, tmp_path_factory.mktemp("eval") / "model")
-    if name == "mixed":
-        edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": torch.randn(768, 128) * 0.1}))
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """The same model in transformers and in vLLM's two processes. It ties its ends, but stores two that differ."""
+    folder = model_with_tokenizer("mixed", tmp_path_factory.mktemp("eval") / "model")
+    edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": torch.randn(768, 128) * 0.1}))
     hf = HFModel("hf", folder, EvalOptions(**SHARED), Ranks(0, 1, torch.device("cpu")))
-    options = EvalOptions(**SHARED, backend="vllm", tp_size=tp_size)
+    options = EvalOptions(**SHARED, backend="vllm", tp_size=2)
     with contextlib.closing(open_vllm("vllm", folder, options, enforce_eager=True)) as model:
         yield hf, model, options
 
@@ -91,33 +85,13 @@ def test_generated_texts(pair):
     assert same >= 3  # rounding may turn one
 
 
-def test_what_cannot_run_is_one_sentence(tmp_path):
-    folder = model_with_tokenizer("mixed", tmp_path / "mixed")
-    with pytest.raises((LayoutError, UserError), match="tp-size 3"):
-        open_vllm("m", folder, EvalOptions(**SHARED, backend="vllm", tp_size=3))
-    with pytest.raises(UserError, match="--max-length 129 is more than the 128 positions of m"):
-        open_vllm("m", folder, EvalOptions(**SHARED, backend="vllm", max_length=129))
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match="m has no tokenizer, which lm-eval's vLLM model needs"):
-        open_vllm("m", folder, EvalOptions(**SHARED, backend="vllm"))
-
-
 def test_the_command(tmp_path):
     """One document on stdout, and a comparison of two models."""
     models = [model_with_tokenizer(name, tmp_path / name) for name in ("dense", "mixed")]
     (tmp_path / "text.txt").write_text("the cat sees the dog and the dog sees the cat")
     command = ["eval", *models, "--backend", "vllm", "--tasks", "demo_agreement", "--include-path", TASKS, "--json"]
     command += ["--limit", 6, "--perplexity", tmp_path / "text.txt", "--dtype", "float32"]
-    result = subprocess.run(
-        [sys.executable, "-m", "ladderize", *map(str, command)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert result.returncode == 0, result.stderr
-    document = json.loads(result.stdout)
+    document = json.loads(ladderize(*command))
     for entry in document["models"]:
         assert entry["ladderize"]["backend"] == "vllm"
         assert entry["results"]["demo_agreement"]["alias"]

@@ -1,33 +1,25 @@
 """`ladderize generate --engine vllm` writes the lines that the runtime writes."""
 
 import json
-import subprocess
-import sys
 
-from tests.helpers import ROOT, fresh_rng
+from tests.helpers import fresh_rng, invoke_well
+from tests.vllm.engines import ladderize
 from tests.vllm.test_eval import WORDS, model_with_tokenizer
-from tests.warm import PATIENCE
 
 
 def test_lines_are_those_of_the_runtime(tmp_path):
     model, prompts = model_with_tokenizer("mixed", tmp_path / "model"), tmp_path / "prompts.txt"
     rng = fresh_rng()
     prompts.write_text("".join(" ".join(rng.choice(WORDS, int(rng.integers(2, 9)))) + "\n" for _ in range(5)))
-    lines = {}
-    for engine in ("runtime", "vllm"):
-        out = tmp_path / f"{engine}.jsonl"
-        command = ["generate", model, "--prompt-file", prompts, "--out", out, "--engine", engine]
-        command += ["--max-new-tokens", 8, "--temperature", 0, "--dtype", "float32", "--json"]
-        result = subprocess.run(
-            [sys.executable, "-m", "ladderize", *map(str, command)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
-        assert result.returncode == 0, result.stderr
-        assert json.loads(result.stdout)["samples"] == 5
-        lines[engine] = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["prompt"] for line in lines["vllm"]] == prompts.read_text().splitlines()
-    same = sum(one == other for one, other in zip(lines["runtime"], lines["vllm"], strict=True))
+    command = ["generate", model, "--prompt-file", prompts, "--max-new-tokens", 8, "--temperature", 0]
+    command += ["--dtype", "float32", "--json", "--out"]
+    invoke_well(*command, tmp_path / "runtime.jsonl")
+    shown = ladderize(*command, tmp_path / "vllm.jsonl", "--engine", "vllm")
+    assert json.loads(shown)["samples"] == 5
+    runtime, vllm = (
+        [json.loads(line) for line in (tmp_path / f"{engine}.jsonl").read_text().splitlines()]
+        for engine in ("runtime", "vllm")
+    )
+    assert [line["prompt"] for line in vllm] == prompts.read_text().splitlines()
+    same = sum(one == other for one, other in zip(runtime, vllm, strict=True))
     assert same >= 4  # rounding may turn one

@@ -8,23 +8,13 @@ import sys
 from tests.helpers import ROOT
 from tests.warm import PATIENCE
 
-REGISTER = """
-import sys, ladderize.cli, ladderize
-ladderize.register()
-assert "vllm" not in sys.modules  # the command line imports none
-import torch
-from ladderize.vllm.plugin import register_plugin
-register_plugin()
-register_plugin()
-from vllm import ModelRegistry
-assert "LadderizedLlamaForCausalLM" in ModelRegistry.get_supported_archs()
-assert "ladderize.vllm.model" not in sys.modules
-assert not torch.cuda.is_initialized()
-"""
-OTHER_VERSIONS = """
+SCRIPT = """
 import importlib.metadata, os, sys
+import torch
 from transformers import AutoConfig
-from vllm import EngineArgs
+import ladderize.cli
+assert "vllm" not in sys.modules  # the command line imports none
+from vllm import EngineArgs, ModelRegistry
 from ladderize.vllm import environment, touched
 llama, ours, *versions = sys.argv[1:]
 real = importlib.metadata.version
@@ -45,32 +35,32 @@ for found in versions:
             print(error, flush=True)
         os._exit(0)
     assert os.wait()[1] == 0
+from ladderize.vllm.plugin import register_plugin
+ladderize.register()
+register_plugin()
+register_plugin()
+assert "LadderizedLlamaForCausalLM" in ModelRegistry.get_supported_archs()
+assert "ladderize.vllm.model" not in sys.modules
+assert not torch.cuda.is_initialized()
 """
 
 
-def run(script: str, *arguments: object) -> str:
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
-
-
-def test_found_registered_twice_and_no_gpu_touched():
-    (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="ladderize")
-    assert entry.load().__module__ == "ladderize.vllm.plugin"
-    run(REGISTER)
-
-
-def test_other_versions_of_vllm(tmp_path):
-    """Other models load as before. Ours end with a sentence, not an AttributeError, or load with one warning."""
+def test_found_and_registered(tmp_path):
+    """By any version of vLLM: other models load as before. Ours end with a sentence, not an AttributeError, or load
+    with one warning. In this version twice, and no GPU is touched."""
     from transformers import LlamaConfig
 
     from tests.vllm.models import make
 
     LlamaConfig().save_pretrained(tmp_path / "llama")
     make("ladder all", tmp_path / "ours")
-    versions = ["0.31.1", "0.34.0", "0.34.0-lacking"]
-    _, old, new, lacking = run(OTHER_VERSIONS, tmp_path / "llama", tmp_path / "ours", *versions).split("== other: ")
+    (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="ladderize")
+    assert entry.load().__module__ == "ladderize.vllm.plugin"
+    arguments = (tmp_path / "llama", tmp_path / "ours", "0.31.1", "0.34.0", "0.34.0-lacking")
+    command = [sys.executable, "-c", SCRIPT, *map(str, arguments)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert result.returncode == 0, result.stderr[-3000:]
+    _, old, new, lacking = result.stdout.split("== other: ")
     assert all(text.startswith("LlamaConfig\n") for text in (old, new, lacking))
     assert "this is vLLM 0.31.1; pip install" in old
     assert "ours: LadderizedLlamaConfig" in new

@@ -4,8 +4,6 @@ import shlex
 from functools import cache
 from typing import Any
 
-import pytest
-
 from tests.test_docs import OF_VLLM, PAGES, blocks, each_page
 
 
@@ -34,12 +32,7 @@ def test_servers_are_started_with_options_that_exist(page):
         assert parser().parse_args(arguments).model_tag
 
 
-def test_the_parser_sees_what_is_wrong():
-    assert sum(len(served(page)) for page in PAGES) > 5
-    with pytest.raises(SystemExit):
-        parser().parse_args(["./served", "--tensor-parallel-sise", "2"])
-
-
 def test_options_in_prose_exist():
+    assert sum(len(served(page)) for page in PAGES) > 5
     known = {text for action in parser()._actions for text in action.option_strings}
     assert known >= OF_VLLM

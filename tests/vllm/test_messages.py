@@ -1,8 +1,6 @@
-"""What vLLM does on GPUs, as far as it shows without one: the compiled model as it is cut there, each piece as a CUDA
-graph is, against transformers; messages on a stream of their own; which all-reduce it takes."""
+"""Messages of vLLM on GPUs, as far as it shows without one: on a stream of their own, and by which all-reduce."""
 
 import inspect
-import itertools
 from collections import deque
 from types import SimpleNamespace
 from unittest import mock
@@ -10,58 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ladderize.layout import HIDING
 from ladderize.runtime.collectives.observed import Recording
-from tests.vllm.jobs import IN_PIECES, Counts, Generate
-from tests.vllm.models import check, make, random_prompts
-
-
-def test_pieces_are_cuda_graphs(engines, tmp_path):
-    model = make("drawn", tmp_path)
-    prompts = random_prompts(2, 9, 33)
-    how = {"compilation_config": IN_PIECES}
-    alone, together, counts = engines(2).run(tmp_path, Generate(prompts[:1]), Generate(prompts), Counts(), **how)
-    check(model, prompts[:1], alone)
-    check(model, prompts, together)
-    config = model.config
-    sends = [mode in HIDING for both in zip(config.attention_sync, config.mlp_sync, strict=True) for mode in both]
-    messages = sum(sends)
-    assert (counts["ladderize::start"], counts["ladderize::wait_in_place"]) == (messages, messages)
-    # one at attention, and one where a message is waited for, another is sent, or both
-    syncs = sum(before or sent for before, sent in itertools.pairwise([False, *sends, False]))
-    assert counts["cuts"] == config.num_hidden_layers + syncs
-    assert counts["replays"] > counts["pieces"]
-
-
-# ---- that it would be found ----
-
-
-def test_an_input_that_moves_is_found():
-    """A piece that reads a result in memory of its own, as the wait of CPUs has."""
-    from tests.vllm.pieces import Pieces
-
-    library, kept = torch.library.Library("ladderize_test", "FRAGMENT"), []
-
-    def elsewhere(x):
-        kept.append(x.clone())
-        return kept[-1]
-
-    library.define("elsewhere(Tensor x) -> Tensor")
-    library.impl("elsewhere", elsewhere, "CompositeExplicitAutograd")
-    torch.library.register_fake("ladderize_test::elsewhere", torch.empty_like, lib=library)
-    run = torch.compile(
-        lambda x: torch.ops.ladderize_test.elsewhere(x + 1) * 2,
-        backend=lambda graph, inputs: Pieces(graph, ["ladderize_test::elsewhere"]).run,
-        fullgraph=True,
-    )
-    x = torch.ones(5)
-    assert run(x).tolist() == [4] * 5
-    with pytest.raises(AssertionError, match="not from where they are"):
-        run(x)
-    library._destroy()
-
-
-# ---- on a stream ----
 
 
 def communicator(backend, sums):
@@ -146,5 +93,3 @@ def test_vllms_all_reduce_on_a_stream(backend, captured):
         assert found.tolist() == [148] * 8  # 1, 1 + 1 + 2 * 1, 4 + 1 + 2 * 8, 21 + 1 + 2 * 63
         assert [message.bytes for message in carried.messages if message.completed] == [32] * 3
         assert sums == ([None] * 3 if backend == "quick" else places)
-    assert not gpu.problems, gpu.problems[0]
-    assert not gpu.recorded
