@@ -273,7 +273,7 @@ def test_plan_recipe_convert_bench(dense, costs, tmp_path):
     assert outcome.stderr.count("loading torch") == 1
     assert f"speed {choice.chosen.speedup:.3f}x" in " ".join(outcome.stdout.partition("Measured")[2].split())
     assert f"convert {dense} dense-planned --recipe {recipe}" in outcome.stdout
-    assert not list(tmp_path.glob("*-measured-*"))
+    assert not list(tmp_path.glob("measured-*"))
     check_measured(dense, costs.with_name("ids.npy"), choice.chosen)
     invoke_well("convert", dense, out, "--recipe", recipe, "--no-verify")
     assert Layout.from_config(read_config(out)) == choice.chosen.as_layout
@@ -291,11 +291,11 @@ def test_what_was_measured_is_kept_until_the_plan_is_written(dense, costs, tmp_p
     with monkeypatch.context() as patch:
         patch.setattr(run, "write_json", full)
         assert "the disk is full" in one_sentence(choice_of(dense, costs, *budget))
-    assert list(tmp_path.glob("plan-measured-*"))
+    assert list(tmp_path.glob("measured-plan-*"))
     with monkeypatch.context() as patch:
         patch.setattr(measure, "window_nlls", None)  # nothing is computed again
         assert choice_of(dense, costs, *budget).code == 0
-    assert not list(tmp_path.glob("*-measured-*"))
+    assert not list(tmp_path.glob("measured-*"))
 
 
 def test_the_choice_is_a_row_with_the_speed_that_it_was_chosen_for(dense, costs):

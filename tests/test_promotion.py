@@ -5,6 +5,9 @@ import shutil
 
 import pytest
 
+from ladderize.eval.results import EvaluatedModel, ModelResult
+from ladderize.eval.table import mean_accuracy
+from ladderize.layout import Layout
 from ladderize.sweep import run
 from ladderize.sweep.plan import Entrant, promoted, ranking
 from tests.helpers import fresh_rng, invoke, invoke_well
@@ -53,6 +56,18 @@ def test_what_dense_beats_comes_after_what_it_does_not():
     assert promoted([slow, fast], None, 1) == [True, False]
     assert promoted([slow, fast], Entrant(0.7, 1.0), 1) == [False, True]
     assert promoted([slow, fast], Entrant(0.7, 1.0), 2) == [True, True]  # a place is a place
+
+
+def test_a_group_of_tasks_counts_as_one_task():
+    """As in comparisons: the questions of a group count alike."""
+    results = {"one": {"acc,none": 0.2}, "two": {"acc,none": 0.8}, "other": {"acc,none": 0.6}, "group": {}}
+    counts = {"one": {"effective": 30}, "two": {"effective": 10}, "other": {"effective": 500}}
+    harness = {"results": results, "group_subtasks": {"group": ["one", "two"]}, "n-samples": counts}
+    model = EvaluatedModel(
+        model="a", layout="2 layers: dense", **Layout.dense(2).to_config(), parameters=1, dtype="float32",
+        device="cpu", torch_version="", transformers_version="",
+    )  # fmt: skip
+    assert mean_accuracy(ModelResult(model, harness)) == pytest.approx((0.35 + 0.6) / 2)
 
 
 # ---- a sweep ----

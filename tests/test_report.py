@@ -79,7 +79,28 @@ def test_the_fastest_within_the_margin_is_recommended(files):
     assert text.startswith(
         "ladder (ladder 0:4) is at most 1 point less accurate than dense and 1.20\u00d7 as fast: both"
     )
+    write_document(files / "results.json", eval_document(layouts(), POINTS, margin=50.0))
     assert answer_of(files, margin=50.0)[1] == "both"
+
+
+def test_few_questions_show_nothing(tmp_path):
+    """Though the interval of a model that never answers otherwise than dense lies within the margin."""
+    dense = fresh_rng().random(320) < 0.7
+    write_sweep(tmp_path / "sweep", {"dense": dense, "ladder": dense})
+    text, best = answer_of(tmp_path / "sweep", margin=1.0)
+    assert best is None
+    assert text.startswith("No layout is shown to be within 1 point of dense.")
+    assert "samples would show it of a model that is as good as dense" in text
+    assert answer_of(tmp_path / "sweep", margin=3.0)[1] == "ladder"
+
+
+def test_a_model_that_was_evaluated_twice_is_refused(tmp_path):
+    for name in ("dense", "ladder", "again"):
+        (tmp_path / name).mkdir()
+        kind = "ladder" if name == "again" else name
+        write_document(tmp_path / name / "results.json", eval_document({kind: layouts()[kind]}, {}))
+    files = [tmp_path / name / "results.json" for name in ("dense", "ladder", "again")]
+    assert "both evaluate models/ladder; name one of the two" in refused(*files, out=tmp_path)
 
 
 def test_an_interval_that_holds_the_margin_shows_nothing(tmp_path):

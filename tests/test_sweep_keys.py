@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from tests.helpers import SHAPE, invoke_well, save_llama
+from ladderize.errors import UserError
+from tests.helpers import ROOT, SHAPE, change_json, invoke, invoke_well, one_sentence, save_llama
 from tests.sweeps import FAST, plan_of, planner, ran, read, rerun, set_gpus, spec, stages_here, stages_of, sweep, write
 
 
@@ -71,11 +72,10 @@ def test_what_is_printed_and_run_by_hand_is_taken(place, tmp_path):
     file, out = write(tmp_path / "s.yaml", content), tmp_path / "out"
     printed = invoke_well("sweep", file, "--out", out, "--print-commands")
     first, *stages = printed.stdout.strip().split("\n\n")
-    assert first == f"cd {out}"
+    assert first == f"mkdir -p {out} && cd {out} || exit 1"
     assert [stage.split(":")[0] for stage in stages] == ["# 1. eval", "# 2. convert", "# 3. eval", "# 4. bench"]
     assert "after 1, 2" in stages[2]
     assert "after 2; alone" in stages[3]
-    out.mkdir()
     program = f'ladderize() {{ {shlex.quote(sys.executable)} -m ladderize "$@"; }}\n'
     script = program + "\n\n".join([first, *stages[:3]])
     subprocess.run(["bash", "-e", "-c", script], check=True, capture_output=True)
@@ -93,10 +93,15 @@ def test_prune_removes_what_the_file_does_not_ask_for(place, tmp_path):
     content = spec(place, **same, layouts=[{"ladder": "1"}])
     sweep(tmp_path, content)
     assert len(list(stages.iterdir())) == 5
+    (stages / "mine").mkdir()
     _, document = sweep(tmp_path, content, "--prune")
+    (stages / "mine").rmdir()
     kept = {f"stages/{entry.name}" for entry in stages.iterdir()}
     assert kept == set(stages_of(document))
     assert len(kept) == 3
+    (tmp_path / "project" / "stages" / "mine").mkdir(parents=True)
+    refused = one_sentence(invoke("sweep", tmp_path / "s.yaml", "--out", tmp_path / "project", "--prune"))
+    assert "is not empty, and no folder of a sweep" in refused
 
 
 def test_how_a_stage_starts_is_no_part_of_it(place, tmp_path, monkeypatch):
@@ -147,5 +152,29 @@ def test_layouts_with_and_without_an_assignment(place, tmp_path):
 def test_a_layout_of_a_recipe(place, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("ladder: '1:3'")
-    (named,) = planner(tmp_path, spec(place, layouts=[{"recipe": str(recipe)}], adapt=None, bench=None)).layouts
+    content = spec(place, layouts=[{"recipe": str(recipe)}], adapt=None, bench=None)
+    (named,) = planner(tmp_path, content).layouts
     assert named.label == "ladder 1:3"
+    before = keys(tmp_path, content)
+    recipe.write_text("ladder: '1:3'\ndtype: bfloat16")
+    assert [key in before for key in keys(tmp_path, content)] == [True, False, False]  # the dense model's stays
+
+
+def test_a_link_of_a_file(place, tmp_path, monkeypatch):
+    """Stages run in the sweep's folder, and the file's content decides what is timed."""
+    card = (ROOT / "examples" / "hardware" / "my-card.yaml").read_text()
+    (tmp_path / "card.yaml").write_text(card)
+    monkeypatch.chdir(tmp_path)
+    emulated = {**FAST, "emulate_tp": 2, "link": ["card.yaml", "50,10"]}
+    content = spec(place, layouts=[{"ladder": "all"}], adapt=None, bench=[emulated])
+    before = {stage.key: stage for stage in plan_of(tmp_path, content).benches}
+    assert [str(tmp_path / "card.yaml") in stage.command for stage in before.values()] == [True, False]
+    (tmp_path / "card.yaml").write_text(card + "\n# measured again\n")
+    assert [stage.key in before for stage in plan_of(tmp_path, content).benches] == [False, True]
+
+
+def test_a_model_that_cannot_be_converted(place, tmp_path):
+    folder = save_llama(tmp_path / "other")
+    change_json(folder / "config.json", lambda config: config.update(model_type="gpt2"))
+    with pytest.raises(UserError, match="this is a gpt2, which ladderize does not convert"):
+        plan_of(tmp_path, spec(place, model=str(folder)))

@@ -76,7 +76,7 @@ def check_rope(config: Mapping[str, Any]) -> None:
             raise UserError(f"config.json: {key} is {str(value)[:60]!r}, but must be an object; repair the file")
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_NEEDS:
+    if not isinstance(kind, str) or kind not in ROPE_NEEDS:
         raise UserError(
             f"config.json: the rope_type is {str(kind)[:60]!r}, which is not one of {', '.join(ROPE_NEEDS)}; repair"
             " the file, or update transformers and ladderize"
@@ -84,7 +84,7 @@ def check_rope(config: Mapping[str, Any]) -> None:
     for key in ROPE_NEEDS[kind]:
         if key not in rope:
             raise UserError(f"config.json: a rope_type of {kind} needs {key}; repair the file")
-    stated = {key: value for key, value in config.items() if value is not None or key != "rope_theta"} | rope
+    stated = {**config, **rope}
     for key in (*ROPE_NEEDS[kind], "rope_theta", "rms_norm_eps"):
         if key in stated and key not in ("short_factor", "long_factor"):
             positive(stated, key)

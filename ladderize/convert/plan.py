@@ -141,6 +141,7 @@ def make_plan(
         replace=changes.replace,
     )
     carried, left_behind = sort_files(source)
+    is_assigned = changes.assignment is not None or ASSIGNMENT in carried
     for path in (source.folder / name for name in (*source.weight_files, *carried)):
         if out in path.resolve().parents:
             raise UserError(f"{path} is a link into OUT {out}, which would be replaced; choose another OUT")
@@ -149,9 +150,7 @@ def make_plan(
         source_name=src,
         hub_id=None if is_local else src,
         out=out,
-        recipe=replace(
-            Recipe.from_layout(after), dtype=recipe.dtype, assignment=ASSIGNMENT if changes.assignment else None
-        ),
+        recipe=replace(Recipe.from_layout(after), dtype=recipe.dtype, assignment=ASSIGNMENT if is_assigned else None),
         before=before,
         after=after,
         shards=shards,
@@ -230,6 +229,8 @@ def sort_files(source: Checkpoint) -> tuple[list[str], list[str]]:
         check_stays(source.folder / card, source.folder)
     for path in sorted(source.folder.rglob("*")):
         relative = path.relative_to(source.folder)
+        if path.is_dir() and path.is_symlink():  # it may lead anywhere
+            left_behind.add(f"{relative}/")
         if path.is_dir() or str(relative) in {*source.weight_files, *MADE_HERE}:
             continue
         closed = [i for i, part in enumerate(relative.parts[:-1]) if part in CLOSED or part.startswith(".")]

@@ -111,7 +111,7 @@ class HFModel(EvalModel):
         self.model, self.ranks = model, ranks
         super().__init__(
             name,
-            model.config.to_dict(),
+            {"num_hidden_layers": model.config.num_hidden_layers, **model.config.to_dict()},  # GPT-2 says n_layer
             tokenizer,
             vocab_size=model.config.vocab_size,
             positions=model.config.max_position_embeddings,

@@ -2,11 +2,11 @@
 torch."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ladderize.console import Console
-from ladderize.eval.compare import MAIN_METRICS, metric_name
+from ladderize.eval.compare import MAIN_METRICS, metric_name, pooled_units
 from ladderize.eval.comparison import CONFIDENCE, POINT, ComparisonDocument, TaskComparison
 from ladderize.eval.results import EvalResults, ModelResult
 
@@ -52,15 +52,27 @@ def short_names(models: list[str]) -> list[str]:
 
 
 def mean_accuracy(entry: ModelResult) -> float | None:
-    """Return the mean over all tasks that are no groups of the metric that stands for each; None where none is a
-    share of right answers or similar, between 0 and 1."""
+    """Return the mean over the tasks of the metric that stands for each, pooled as comparisons are; None where none is
+    a share of right answers or similar, between 0 and 1."""
     mains: dict[str, dict[str, float]] = {task: {} for task in entry.parts().leaves}
     for (task, metric), (value, _) in measurements(entry).items():
         if task in mains:
             mains[task].setdefault(metric.partition(" ")[0], value)
-    firsts = (next((own[name] for name in MAIN_METRICS if name in own), math.nan) for own in mains.values())
-    values = [value for value in firsts if 0 <= value <= 1]
-    return sum(values) / len(values) if values else None
+    firsts = {task: next((own[name] for name in MAIN_METRICS if name in own), math.nan) for task, own in mains.items()}
+    values = {task: value for task, value in firsts.items() if 0 <= value <= 1}
+    means = []
+    for unit in pooled_units(entry.parts().group_subtasks, list(values)):
+        counts = [_sample_count(entry, task) for task in unit]
+        means.append(sum(count * values[task] for task, count in zip(unit, counts, strict=True)) / sum(counts))
+    return sum(means) / len(means) if means else None
+
+
+def _sample_count(entry: ModelResult, task: str) -> int:
+    """Return the number of a task's questions; 1 where the file does not say it."""
+    counts = entry.harness.get("n-samples")
+    own = counts.get(task) if isinstance(counts, Mapping) else None
+    count = own.get("effective") if isinstance(own, Mapping) else None
+    return count if isinstance(count, int) and count > 0 else 1
 
 
 # ---- comparisons ----

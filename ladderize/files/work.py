@@ -115,6 +115,13 @@ def work_folder(out: str) -> Path:
     return target.with_name(target.name + SUFFIX)
 
 
+def is_written_by(document: Mapping[str, Any], out: Path, digest: str) -> bool:
+    """Return whether a document that lies in ``out`` is of the run with this digest, which wrote that folder: a
+    conversion carries documents on into other ones."""
+    named = document.get("out")
+    return document.get(RUN) == digest and isinstance(named, str) and resolved(named) == out
+
+
 def run_digest(identity: Mapping[str, Any]) -> str:
     """Return the sha256 of everything that decides a run's result, which must be valid JSON.
 

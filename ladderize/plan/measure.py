@@ -34,7 +34,7 @@ class LayoutMeasurer:
     goes on.
 
     costs: the sensitivity, on whose windows layouts are chosen, and whose models were aligned as layouts will be.
-    kept_beside: the path that the file's name begins with; its end is a hash of model, windows and dtype.
+    kept_beside: the path beside which the file lies; its name holds this one's and a hash of model, windows and dtype.
 
     Raises UserError for too few data.
     """
@@ -65,7 +65,8 @@ class LayoutMeasurer:
         mark = hashlib.sha256(str([costs.fingerprint, computed, costs.aligned]).encode())
         for part in (*self.windows.values(), *([self.aligner.windows.all.numpy()] if self.aligner else [])):
             mark.update(np.ascontiguousarray(part).tobytes() + str(part.shape).encode())
-        self.kept = kept_beside.with_name(f"{kept_beside.stem}-measured-{mark.hexdigest()[:12]}.json")
+        # not a name that ``report`` looks for in a folder
+        self.kept = kept_beside.with_name(f"measured-{kept_beside.stem}-{mark.hexdigest()[:12]}.json")
         self.tables = {held_out: read_own(self.kept).get(str(held_out), {}) for held_out in self.windows}
 
     def measure(self, layout: Layout, held_out: bool) -> LayoutCost:

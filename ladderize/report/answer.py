@@ -27,7 +27,7 @@ def find_answer(content: ReportContent) -> Answer:
     """Return the answer: the fastest layout that is shown to be within the margin, else the one nearest to dense."""
     margin = margin_text(content.margin)
     others = [one for one in content.models if one is not content.reference]
-    shown = [one for one in others if one.verdict(content.margin) == "shown"]
+    shown = [one for one in others if one.verdict == "shown"]
     nearest = None if shown else _nearest(others)
     best, timing = _fastest(shown or ([nearest] if nearest is not None else others), content)
     is_faster = timing is not None and timing.is_faster
@@ -43,7 +43,7 @@ def find_answer(content: ReportContent) -> Answer:
             headline += ", but no layout within that is shown to be faster in any setting that was timed."
     elif any(one.difference is not None for one in others):
         headline = f"No layout is shown to be within {margin} of dense."
-        if needed := max(one.samples_needed(content.margin) for one in others):
+        if needed := max(one.samples_needed for one in others):
             sentences.append(f"About {needed:,} samples would show it of a model that is as good as dense.")
     else:
         headline = "The accuracy was not measured: `ladderize eval DENSE MODEL... --tasks A,B` does."

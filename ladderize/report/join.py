@@ -109,9 +109,12 @@ def _add_results(models: Models, found: Sequence[tuple[Path, EvalResults]]) -> d
     for path, results in found:
         for number, entry in enumerate(results.models):
             row, key = entry.model, model_key(entry.model.model)
-            if key in places and number == 0:
-                continue  # the reference of several evaluations: the first one counts
             if key in places:
+                is_reference = number == 0 and len(results.models) > 1  # of several evaluations: the first one counts
+                # sweeps name the folder of a stage by all that decides it
+                is_same_stage = path.parent.name == places[key][0].parent.name and path.parent.name.startswith("eval-")
+                if is_reference or is_same_stage:
+                    continue
                 raise UserError(f"{path} and {places[key][0]} both evaluate {row.model}; name one of the two")
             places[key] = (path, row.model)
             one = models.setdefault(key, ReportModel("", row.model, row))
@@ -129,7 +132,7 @@ def _compare(
     """Give every evaluated model its comparison with the reference; return remarks, each once.
 
     Models that were evaluated together are compared in results.json. Models that were evaluated apart, as in a sweep,
-    are compared here.
+    or are asked for another margin, are compared here.
     """
     dense = next(iter(models), "")
     if dense not in places:
@@ -138,7 +141,7 @@ def _compare(
         model_key(one.other): one
         for _, results in found
         for one in results.comparisons
-        if model_key(one.reference) == dense
+        if model_key(one.reference) == dense and one.margin == margin
     }
     answered = cache(lambda key: next(read_models(*places[key])))
     remarks: dict[str, None] = {}

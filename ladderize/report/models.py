@@ -124,7 +124,7 @@ class ReportModel:
     accuracy: the mean over tasks, 0 to 1.
     difference: points of mean accuracy from the reference.
     divergence: the mean KL of its predictions from the reference's, in nats per token.
-    comparison: with the reference, in pairs.
+    comparison: with the reference, in pairs, on the report's margin.
     timed_as: the model whose times it has, where it was not timed itself.
     """
 
@@ -185,20 +185,18 @@ class ReportModel:
             return ""
         return f"{self.adapted}, {self.tokens:,} tokens" if self.tokens else str(self.adapted)
 
-    def verdict(self, margin: float) -> str:
-        """Return the verdict of the interval on a margin in points; empty where nothing was compared."""
-        if self.comparison is None or self.difference is None:
-            return ""
-        if self.difference.low is not None and self.difference.low > -margin:
-            return "shown"
-        return "worse" if self.difference.high is not None and self.difference.high < -margin else "not shown"
+    @property
+    def verdict(self) -> str:
+        """The verdict of ``compare`` on the report's margin; empty where no tasks were compared."""
+        overall = None if self.comparison is None else self.comparison.overall
+        return (overall.verdict or "") if overall is not None else ""
 
-    def samples_needed(self, margin: float) -> int:
-        """Return the number of samples that would show the margin of an equally good model; 0: these were enough, or it
-        is not known."""
-        if self.comparison is None or self.comparison.margin != margin or self.verdict(margin) != "not shown":
-            return 0
-        return (self.comparison.overall.samples_needed or 0) if self.comparison.overall is not None else 0
+    @property
+    def samples_needed(self) -> int:
+        """The number of samples that would show the margin of an equally good model; 0: these were enough, or it is not
+        known."""
+        overall = None if self.comparison is None else self.comparison.overall
+        return (overall.samples_needed or 0) if overall is not None else 0
 
     def timing(self, setting: Setting) -> Timing | None:
         return next((timing for timing in self.timings if timing.setting == setting), None)

@@ -53,7 +53,7 @@ def _model_row(one: ReportModel, setting: Setting | None, margin: float) -> dict
     row = timing.row if timing is not None else None
     kind = setting.kind if setting is not None else ""
     predictions = one.comparison.predictions if one.comparison is not None else None
-    verdict = {"worse": "no: shown to be worse"}.get(one.verdict(margin), one.verdict(margin))
+    verdict = {"worse": "no: shown to be worse"}.get(one.verdict, one.verdict)
     star = " *" * (one.timed_as is not None)
     speed = timing.whole if timing is not None else None
     same = predictions.same_top_share if predictions is not None else None

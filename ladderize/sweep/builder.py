@@ -14,7 +14,8 @@ from ladderize.checkpoint.opening import open_sound_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.data import file_sha256
 from ladderize.errors import UserError
-from ladderize.files.regular import split_name
+from ladderize.families.registry import family_of
+from ladderize.files.regular import names_a_file, split_name
 from ladderize.files.work import run_digest
 from ladderize.layout import Layout
 from ladderize.ranks.device import cores, processor
@@ -31,7 +32,7 @@ from ladderize.sweep.stages import (
     make_stage,
     words_of,
 )
-from ladderize.sweep.sweep_file import AdaptStage, BenchChoice, LayoutChoice, SweepSpec
+from ladderize.sweep.sweep_file import LINK_KEYS, AdaptStage, BenchChoice, LayoutChoice, SweepSpec
 
 MODEL_SUFFIXES = (".json", ".model", ".jinja", ".txt")  # of a checkpoint's files besides the weights
 EVAL_PACKAGES = ("torch", "transformers", "lm-eval")  # accuracies of two versions cannot be compared in pairs
@@ -52,6 +53,7 @@ class Inputs:
     def model(self, name: str) -> str:
         """Return the hash of a checkpoint: its weights, config and tokenizer. Raises UserError unless it is sound."""
         checkpoint = open_sound_checkpoint(name)
+        family_of(checkpoint.config)
         folder = checkpoint.folder
         self.seen |= {folder / weights: _signature(folder / weights) for weights in checkpoint.weight_files}
         files = self._files(folder, (path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES))
@@ -137,8 +139,11 @@ class StageBuilder:
         identity: dict[str, Any] = {
             "model": self.digest,
             "layout": layout.to_config(),
+            "dtype": choice.recipe.dtype,
             "assignment": None if assignment is None else self.inputs.data(assignment),
         }
+        if "recipe" in choice.options:  # decides what is here; it must not change before it is read again
+            self.inputs.file(Path(choice.options["recipe"]))
         if choice.assign:
             identity |= {"assign": choice.assign, "data": self.inputs.sources(choice.options["data"])}
 
@@ -190,7 +195,7 @@ class StageBuilder:
         packages = EVAL_PACKAGES if "tasks" in options else EVAL_PACKAGES[:2]
         identity = {
             "model": made_by.key if made_by is not None else [self.digest, model],  # the report joins by its name
-            "reference": self.digest,
+            "reference": [self.digest, self.spec.model if has_text else None],  # kept predictions have its name
             "options": {**options, **content},
             "versions": {package: importlib.metadata.version(package) for package in packages},
         }
@@ -212,10 +217,12 @@ class StageBuilder:
     def benchmark(self, setting: BenchChoice, converted: Sequence[Stage]) -> Stage:
         """Return the stage that times all models of one setting, interleaved in one group of processes."""
         models = [self.spec.model, *(stage.model for stage in converted)]
+        links = {key: str(setting.given[key]) for key in LINK_KEYS if key in setting.given}
+        content = {key: self.inputs.data(link) for key, link in links.items() if names_a_file(link)}
         identity = {
             "model": [self.digest, self.spec.model],
             "models": [stage.key for stage in converted],
-            "options": setting.given,
+            "options": {**setting.given, **content},
             "machine": machine(),
             "torch": importlib.metadata.version("torch"),
         }

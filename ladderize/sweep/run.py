@@ -24,10 +24,10 @@ from ladderize.sweep.show import Board
 from ladderize.sweep.stages import (
     MARKER,
     SHARDS,
-    STAGES,
     Stage,
     is_finished,
     make_folder,
+    outputs_in,
     parsed_options,
     remove_others,
     trained_folder,
@@ -95,7 +95,7 @@ def find_folder(file: str | Path, out: str | Path | None = None) -> tuple[SweepS
     root = resolved(out if out is not None else str(spec.out), "--out ")
     if root.exists() and not root.is_dir():
         raise UserError(f"--out {root} is not a folder; choose another")
-    is_ours = any((root / name).exists() for name in (SWEEP_JSON, STAGES))
+    is_ours = (root / SWEEP_JSON).is_file() or bool(outputs_in(root))
     if root.is_dir() and not is_ours and any(not entry.name.startswith(".") for entry in root.iterdir()):
         raise UserError(f"--out {root} is not empty, and no folder of a sweep (it has no {SWEEP_JSON}); choose another")
     return spec, root

@@ -60,7 +60,8 @@ def plan_script(plan: SweepPlan, root: Path) -> str:
     """Return a shell script with the commands of all stages to run, each with the numbers of the stages before it. Each
     ends with the marker of a complete output."""
     numbers = {stage.key: number for number, stage in enumerate(plan.stages, 1)}
-    lines = [f"cd {shlex.quote(str(root))}"]
+    folder = shlex.quote(str(root))
+    lines = [f"mkdir -p {folder} && cd {folder} || exit 1"]
     for stage in plan.stages:
         needs = ", ".join(map(str, sorted(numbers[needed.key] for needed in stage.needs)))
         when = "kept" if is_finished(stage, root) else f"after {needs}" if needs else "at any time"

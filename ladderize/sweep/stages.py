@@ -1,6 +1,7 @@
 """The stages of a sweep. A stage is a command of ladderize. Its output is kept in a folder named by a hash of all that
 decides it."""
 
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -217,8 +218,15 @@ def make_folder(stage: Stage, root: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
+def outputs_in(root: Path) -> list[Path]:
+    """Return the folders of stages in a sweep's folder; other folders there are not its own."""
+    kinds = "|".join(KINDS)
+    pattern = re.compile(f"({kinds})-[0-9a-f]{{{KEY_DIGITS}}}")
+    return [folder for folder in (root / STAGES).glob("*/") if pattern.fullmatch(folder.name)]
+
+
 def remove_others(root: Path, kept: set[str]) -> None:
     """Remove the outputs of stages in a sweep's folder but those ``kept``."""
-    for folder in (root / STAGES).glob("*/"):
+    for folder in outputs_in(root):
         if f"{STAGES}/{folder.name}" not in kept:
             shutil.rmtree(folder)

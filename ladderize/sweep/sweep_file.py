@@ -17,12 +17,14 @@ from ladderize.errors import UserError
 from ladderize.eval.options import MARGIN, EvalOptions, check_margin
 from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
+from ladderize.files.regular import names_a_file
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_bench_usage
 from ladderize.sweep.stages import Given, adapt_words, errors_begin_with, parsed_options, words_of
 from ladderize.sweep_document import AS_CONVERTED
 
 KEYS = ("model", "out", "data", "layouts", "adapt", "eval", "bench", "margin", "no_verify")
 PATH_KEYS = ("data", "eval_data", "teacher_cache", "perplexity", "include_path", "assignment", "recipe")
+LINK_KEYS = ("link", "outer_link")  # paths where they name a file
 # keys whose lists are no grids
 LISTS = {"adapt": ("data", "eval_data", "lora_targets"), "bench": ("batch_size", "baselines", "schedules")}
 
@@ -174,7 +176,12 @@ def absolute(options: Given) -> dict[str, Any]:
             return text
         return os.path.normpath(Path.cwd() / Path(str(text)).expanduser())  # YAML takes 2024 for a number
 
-    return {key: path(value) if key in PATH_KEYS else value for key, value in options.items()}
+    def known(key: str, value: Any) -> Any:
+        if key in LINK_KEYS and isinstance(value, list):
+            return [known(key, item) for item in value]
+        return path(value) if key in PATH_KEYS or (key in LINK_KEYS and names_a_file(str(value))) else value
+
+    return {key: known(key, value) for key, value in options.items()}
 
 
 def grid(options: Given, section: str = "") -> Iterator[dict[str, Any]]:
@@ -272,7 +279,7 @@ def _stages(entry: Any, at: str, data: Given) -> Iterator[AdaptStage]:
 
 def _benches(entries: list[tuple[str, Any]], names: Sequence[str]) -> Iterator[BenchChoice]:
     for at, entry in entries:
-        given = mapping(entry, at)
+        given = absolute(mapping(entry, at))
         layouts = _take_layouts(given, at, names)
         for options in grid(given, "bench"):
             with errors_begin_with(at):

@@ -33,7 +33,7 @@ from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.documents import read_own
 from ladderize.files.regular import resolved
-from ladderize.files.work import RUN, run_digest, work_folder
+from ladderize.files.work import RUN, is_written_by, run_digest, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
 
@@ -93,7 +93,7 @@ class LayerTask:
         if self.ranks.is_main:
             output.clean_up(out)  # a killed swap may have set OUT aside
         earlier = self.ranks.broadcast({} if self.overwrite else read_own(out / FILES[self.method]))
-        if earlier.get(RUN) == run_digest(identity):
+        if is_written_by(earlier, out, run_digest(identity)):
             if self.ranks.is_main:
                 LayerFolder.tidy(folder, identity, out, self.console)
             return None

@@ -33,7 +33,7 @@ from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.documents import read_own
 from ladderize.files.regular import resolved
-from ladderize.files.work import ABOUT, RUN, work_folder
+from ladderize.files.work import ABOUT, RUN, is_written_by, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.memory import release
 from ladderize.modeling import load_tokenizer
@@ -217,7 +217,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
     earlier = {} if job.overwrite else read_own(resolved(job.out) / ADAPTATION)
     identity = run_identity(task) if ranks.is_main else {}  # it reads files
     # a run may be killed after its output appeared
-    is_done = ranks.is_main and earlier.get(RUN) == result_digest(task, identity)
+    is_done = ranks.is_main and is_written_by(earlier, resolved(job.out), result_digest(task, identity))
     if ranks.broadcast(is_done):
         if not is_done:
             return None
