@@ -15,13 +15,10 @@ from torch.nn.functional import cross_entropy
 import ladderize
 from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.train.loop import Order
-from ladderize.adapt.train.student import make_student, make_teacher, open_model, trained_tensors
 from ladderize.adapt.train.training_model import BETAS, EPSILON
 from ladderize.blocks import open_checkpoint
-from ladderize.layout import Layout
-from ladderize.runtime.training.batch import Batch
 from tests.helpers import CLIPPED, all_tensors, changed_tensors, invoke, invoke_well
-from tests.train.commands import CPU, LENGTH, adapt, losses_of, perplexity_of, succeed
+from tests.train.commands import LENGTH, adapt, losses_of, perplexity_of, succeed
 
 
 def test_training_is_a_plain_loop(place, tmp_path):
@@ -81,32 +78,6 @@ def test_only_what_is_named_is_trained(place, tmp_path):
         assert set(document["layers"]) == {int(name.split(".")[2]) for name in changed if ".layers." in name}
         assert "embed" not in str(changed) or train == "all"
         ladderize.load(out)
-
-
-def test_student_and_teacher_share_what_is_frozen(place):
-    student_checkpoint, dense = open_checkpoint(str(place / "upper")), open_checkpoint(str(place / "dense"))
-    layout = Layout.from_config(student_checkpoint.config)
-    trained = trained_tensors(student_checkpoint.tensors, [2, 3], False)
-
-    def opened(checkpoint, layout):
-        return open_model(checkpoint, layout, collecting=False, device=CPU.device)
-
-    student = make_student(opened(student_checkpoint, layout), torch.bfloat16, trained=trained)
-    teacher = make_teacher(opened(dense, Layout.dense(4)), torch.bfloat16, student)
-    own, theirs = dict(student.model.named_parameters()), dict(teacher.model.named_parameters())
-    assert own.keys() == theirs.keys()
-    for name in own:
-        trained = name.startswith(("model.layers.2.", "model.layers.3."))
-        assert own[name].requires_grad == trained
-        assert own[name].dtype == (torch.float32 if trained else torch.bfloat16)
-        assert (own[name].data_ptr() == theirs[name].data_ptr()) == (not trained)
-    ids = torch.randint(3, 90, (2, 9))
-    expected = ladderize.load(place / "dense")(ids).logits
-    positions, targets = torch.arange(9).expand(2, 9), torch.zeros(2, 9, dtype=torch.long)
-    batch = Batch.of({"input_ids": ids, "position_ids": positions, "targets": targets}, CPU.device)
-    plain = make_teacher(opened(dense, Layout.dense(4)), torch.float32, student)
-    with torch.no_grad():
-        torch.testing.assert_close(plain(batch).view(2, 9, -1), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_how_a_step_is_cut_does_not_matter(place, tmp_path):
