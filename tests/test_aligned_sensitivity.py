@@ -151,12 +151,6 @@ def test_a_killed_run_goes_on(model, ids, tmp_path, monkeypatch):
     assert listing(tmp_path) == ["s.json", "whole.json"]
 
 
-def test_too_few_data(model, ids, tmp_path):
-    outcome = measured(model, ids, tmp_path / "s.json", "--samples", 39)
-    assert "gives 40 windows of 16 tokens, too few for 39 to score and others" in one_sentence(outcome)
-    assert not (tmp_path / "s.json").exists()
-
-
 def test_a_model_in_half_precision(ids, tmp_path):
     for dtype in (torch.bfloat16, torch.float16):
         folder = save_llama(tmp_path / str(dtype), dtype=dtype)
