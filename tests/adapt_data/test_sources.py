@@ -80,10 +80,8 @@ def test_folders_and_globs(tmp_path):
     [
         ("a.jsonl", '{"text": "x"}\n{"text"\n', "a.jsonl cannot be read .JSON parse error.* row 1"),
         ("a.jsonl", '{"title": "x"}\n', "has the columns title; rows need input_ids, messages"),
-        ("a.txt", "", "holds no rows"),
         ("a.txt", b"abc\xff", "a.txt cannot be read .*utf-8"),
         ("a.parquet", "PAR1", "a.parquet cannot be read .*is it there, and complete"),
-        ("a.npy", "x", "is not a NumPy array"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, capfd, name, content, message):
