@@ -149,11 +149,8 @@ def test_choices_that_make_no_sense_are_refused():
 
 
 def test_a_launcher_that_started_another_number(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(UserError, match="RANK=, WORLD_SIZE=4,"):
-        distributed.check_group_size(4, "cpu")
-    for name, value in (("RANK", "0"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
+    launcher = {"WORLD_SIZE": "4", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in launcher.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="--tp-size 2 was asked for, but the launcher started 4 processes"):
         distributed.check_group_size(2, "cpu")
