@@ -23,7 +23,6 @@ from ladderize.eval.model import HFModel
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, perplexity_from_nlls
 from ladderize.eval.table import result_rows
-from ladderize.eval.tasks import open_tasks
 from ladderize.eval.text import score_windows
 from ladderize.ranks.group import Ranks
 from ladderize.vllm import environment
@@ -281,24 +280,14 @@ def test_going_on_in_another_order_replaces_no_samples(pair, tmp_path):
     assert resumed[0].samples != first.samples
 
 
-def task_without_data(folder: Path) -> Path:
-    (folder / "lost.yaml").write_text(
-        "task: lost\ndataset_path: nobody/nothing\noutput_type: multiple_choice\ntest_split: test\n"
-        "doc_to_text: '{{a}}'\ndoc_to_choice: b\ndoc_to_target: c\nmetric_list:\n  - metric: acc\n"
-    )
-    return folder
-
-
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
         ([], 2, "nothing to evaluate"),
         ([MODEL, "--perplexity", "x.txt"], 2, "a model is named twice"),
         (["--tasks", "qqqq", "--include-path", TASKS], 1, "there is no task 'qqqq'"),
-        (["--perplexity", "/no/file.txt"], 1, "does not exist"),
         ([*demo("copying"), "--apply-chat-template"], 1, "has no chat template"),
         (["--tasks", "a", "--tp-size", "2"], 2, "--tp-size 2 needs --backend vllm"),
-        (["--tasks", "a", "--max-length", "64"], 2, "--max-length 64 needs --backend vllm"),
         (["--tasks", "a", "--reference", "x"], 2, "--reference has no effect without --perplexity"),
     ],
 )
@@ -308,20 +297,16 @@ def test_bad_options(options, code, message):
 
 def test_found_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(HFModel, "__init__", lambda *_: pytest.fail("a model was loaded"))
-    os.mkfifo(tmp_path / "fifo")
     (tmp_path / "lost.samples").touch()
-    lost = ("--tasks", "lost", "--include-path", task_without_data(tmp_path))
-    assert "the task 'lost' cannot be loaded, most likely because its data set is not here" in refusal(
-        "eval", MODEL, *lost
+    (tmp_path / "lost.yaml").write_text(
+        "task: lost\ndataset_path: nobody/nothing\noutput_type: multiple_choice\ntest_split: test\n"
+        "doc_to_text: '{{a}}'\ndoc_to_choice: b\ndoc_to_target: c\nmetric_list:\n  - metric: acc\n"
     )
-    for out, message in (
-        (tmp_path / "fifo", "is not a regular file"),
-        (tmp_path / "lost.json", "its samples belong into"),
-    ):
-        assert message in refusal("eval", MODEL, *demo("copying"), "--out", out)
+    lost = refusal("eval", MODEL, "--tasks", "lost", "--include-path", tmp_path)
+    assert "the task 'lost' cannot be loaded, most likely because its data set is not here" in lost
+    out = ("--out", tmp_path / "lost.json")
+    assert "its samples belong into" in refusal("eval", MODEL, *demo("copying"), *out)
     assert "does not exist" in refusal("eval", MODEL, "/no/model", *demo("copying"))
-    (tmp_path / "fifo").unlink()
-    assert "config.json" in refusal("eval", tmp_path, *demo("copying"))
 
 
 def test_the_first_windows(tmp_path):
@@ -361,19 +346,6 @@ def test_a_full_disk_names_no_samples_that_are_not_there(pair, tmp_path, monkeyp
     assert left == list(entry["samples"].values())
 
 
-def test_tasks_of_lm_eval_are_read_where_they_matter(tmp_path):
-    """Not for tasks of --include-path, which hide theirs; a group of it may hold theirs."""
-    folder = shutil.copytree(TASKS, tmp_path / "tasks")
-    (folder / "mixed.yaml").write_text("group: mixed\ntask: [demo_copying, theirs]\n")
-
-    def known(*names):
-        return open_tasks(EvalOptions(tasks=names, include_path=str(folder))).all_tasks
-
-    assert "theirs" not in known("demo_copying", "demo_agreement")
-    assert {"theirs", "demo_copying"} <= {*known("demo_copying", "theirs")}
-    assert "theirs" in known("mixed")
-
-
 def test_fewshot_that_a_task_forbids(tmp_path):
     shutil.copytree(TASKS, tmp_path / "tasks")
     with (tmp_path / "tasks" / "agreement.yaml").open("a") as file:
@@ -382,11 +354,6 @@ def test_fewshot_that_a_task_forbids(tmp_path):
     assert "has no effect on demo_agreement" in refusal("eval", MODEL, "--tasks", "demo_agreement", *options)
     document = json.loads(invoke("eval", MODEL, "--tasks", "demo_copying", *options, "--limit", "4", "--json").stdout)
     assert document["models"][0]["n-shot"] == {"demo_copying": 2}
-
-
-def test_data_that_does_not_fit_the_model(tmp_path):
-    np.save(tmp_path / "ids.npy", np.array([5, 99999]))
-    assert "token id 99999" in refusal("eval", MODEL, "--perplexity", tmp_path / "ids.npy")
 
 
 # ---- --backend vllm, where vLLM is not; what it computes is tested in tests/vllm ----
