@@ -160,12 +160,6 @@ def stop(group, victim, pid_file):
     collectives.all_reduce(torch.ones(8))
 
 
-def abort(group, rank):
-    if group.rank == rank:
-        os.abort()
-    group.barrier()
-
-
 def fail(group, rank):
     if group.rank == rank:
         raise ValueError("this rank has had enough")

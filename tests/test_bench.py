@@ -4,8 +4,6 @@ import dataclasses
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -30,7 +28,6 @@ from ladderize.runtime.model import TPLlama
 from tests.groups import ALONE, report_and_die, report_once
 from tests.helpers import (
     FAMILIES,
-    ROOT,
     SHAPE,
     assert_there_and_back,
     change_weights,
@@ -366,27 +363,6 @@ def test_what_a_rank_reports_is_heard_before_it_dies():
     assert heard == ["rank 0 of 2", "again"]
     assert distributed.run(report_once, tp_size=1, device="cpu", threads=1, report=heard.append) == 7
     assert heard[2:] == ["alone"]
-
-
-def test_first_words_come_before_torch():
-    """What argv alone decides is said without seconds of imports, and other runs begin with a line."""
-    script = (
-        "import sys\nfrom ladderize import boundary, console\nfrom ladderize.cli import main\n"
-        "say = lambda text, **more: print('torch' in sys.modules, text, flush=True)\n"
-        "boundary.say = console.say = say\n"
-        "main()"
-    )
-
-    def first(*arguments):
-        command = [sys.executable, "-c", script, "bench", *map(str, arguments)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        with subprocess.Popen(command, **pipes, text=True, cwd=ROOT) as process:
-            line = process.stdout.readline()
-            process.kill()  # the rest takes seconds
-        return line.rstrip()
-
-    assert first(MODEL, "--batch-size", "1,x").startswith("False Error: --batch-size '1,x'")
-    assert first("/no/such/model") == "False loading torch"
 
 
 # ---- what is refused ----

@@ -25,7 +25,6 @@ from ladderize.eval.results import EvalResults, perplexity_from_nlls
 from ladderize.eval.table import result_rows
 from ladderize.eval.text import score_windows
 from ladderize.ranks.group import Ranks
-from ladderize.vllm import environment
 from tests.helpers import STORIES, fresh_rng, invoke, invoke_well, listing, make_model, refusal, save_llama
 from tests.oracle import Oracle
 
@@ -357,13 +356,6 @@ def test_fewshot_that_a_task_forbids(tmp_path):
 
 
 # ---- --backend vllm, where vLLM is not; what it computes is tested in tests/vllm ----
-
-
-def test_without_a_vllm_that_was_tested(monkeypatch):
-    monkeypatch.setattr(environment, "version", lambda name: "0.31.4")
-    outcome = invoke("eval", MODEL, *demo("copying"), "--backend", "vllm")
-    assert "and this is vLLM 0.31.4" in outcome.stderr
-    assert "reading the tasks" not in outcome.stderr, "this is known before any work"
 
 
 def test_vllm_takes_no_launcher_and_from_python_needs_its_engine(monkeypatch):
