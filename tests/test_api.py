@@ -37,15 +37,6 @@ def test_import_is_light():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_modes_without_a_name_are_in_the_recipe_of_the_output(dense, tmp_path):
-    layout = ladderize.Layout(("overlapped", "blocking", "overlapped", "dropped"), ("blocking",) * 4, 2)
-    ladderize.convert_checkpoint(dense, tmp_path / "a", layout, verify=False)
-    recipe = ladderize.read_recipe(tmp_path / "a" / "ladderize.yaml")
-    assert recipe == ladderize.Recipe(sync_tp_size=2, attention_sync=layout.attention_sync, mlp_sync=layout.mlp_sync)
-    again = ladderize.convert_checkpoint(dense, tmp_path / "b", recipe, verify=False)
-    assert again.attention_sync == list(layout.attention_sync)
-
-
 # ---- options check themselves ----
 
 

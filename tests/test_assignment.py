@@ -1,15 +1,12 @@
-"""Heads and neurons on other ranks, tensors with other values: what the converter writes, and what it refuses."""
+"""Heads and neurons on other ranks: what the converter writes, and what it refuses."""
 
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file, save_file
 
 from ladderize import convert_checkpoint, load
 from ladderize.checkpoint.opening import read_checkpoint
-from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
 from ladderize.convert.assignment import RankAssignment
@@ -28,7 +25,6 @@ from tests.helpers import (
     save_llama,
 )
 
-DENSE, SPD = Recipe(dense=True), Recipe(spd="1:3", sync_tp_size=4)
 HEADS, KV_HEADS = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
 NEURONS = SHAPE["intermediate_size"]
 
@@ -112,7 +108,9 @@ def test_the_dense_function_does_not_change(tmp_path, monkeypatch, extra, shards
     monkeypatch.setattr("ladderize.checkpoint.writing.READ_AT_ONCE", chunk)  # many chunks to a head, and one
     source, kv_heads = save_llama(tmp_path / "src", shards=shards, **extra), extra.get("num_key_value_heads", KV_HEADS)
     found = assignment_for(source, range(4), kv_heads=kv_heads)
-    report = convert_checkpoint(source, tmp_path / "out", DENSE, changes=Changes(assignment=found), verify=False)
+    report = convert_checkpoint(
+        source, tmp_path / "out", Recipe(dense=True), changes=Changes(assignment=found), verify=False
+    )
     assert report.weights["rewritten"] == len(report.weight_files_rewritten)
     written, expected = all_tensors(tmp_path / "out"), permuted(all_tensors(source), found, kv_heads)
     assert set(written) == set(expected)
@@ -155,19 +153,10 @@ def test_assignments_that_do_not_fit(llama, tmp_path, changes, message):
 def test_the_config_belongs_to_the_fingerprint(llama):
     """The same weights with another rope are another function; how a config says the same thing does not matter."""
     mine = fingerprint(read_checkpoint(llama))
-    found = {mine}
-    for changes in (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-        {"num_key_value_heads": 2},
-        {"rms_norm_eps": 1e-3},
-    ):
-        before = (llama / "config.json").read_text()
-        edit_json(llama / "config.json", **changes)
-        found.add(fingerprint(read_checkpoint(llama)))
-        (llama / "config.json").write_text(before)
-    assert len(found) == 4
     edit_json(llama / "config.json", rope_parameters=None, rope_theta=10000, rope_scaling=None, head_dim=None)
     assert fingerprint(read_checkpoint(llama)) == mine
+    edit_json(llama / "config.json", rope_theta=5e5)
+    assert fingerprint(read_checkpoint(llama)) != mine
 
 
 def test_fingerprints(tmp_path):
@@ -183,59 +172,3 @@ def test_fingerprints(tmp_path):
     before = mine(source)  # of 97 rows the one in the middle, since they are more than 4 KiB
     edit_tensors(source, lambda tensors: tensors["model.embed_tokens.weight"][48, 0].add_(1))
     assert mine(source) != before
-
-
-# ---- replacements ----
-
-
-def trained(folder: Path, names: list[str], dtype: torch.dtype, **shapes: tuple[int, ...]) -> dict[str, TensorInfo]:
-    """Other values for some tensors, in a file elsewhere; returns what ``replace`` takes."""
-    tensors = {name: torch.randn(shapes.get(name.split(".")[-2], (32, 32))).to(dtype) for name in names}
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "trained.safetensors")
-    found = read_header(folder, "trained.safetensors")
-    return {
-        name: TensorInfo(name, str(folder / info.file), info.dtype, info.shape, info.start, info.stop)
-        for name, info in found.items()
-    }
-
-
-O1, DOWN = "model.layers.1.self_attn.o_proj.weight", "model.layers.1.mlp.down_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("stored", "dtype"),
-    [(torch.float32, None), (torch.bfloat16, None), (torch.float16, "bfloat16"), (torch.float32, "bfloat16")],
-)
-def test_replacements(tmp_path, stored, dtype):
-    """They keep their own order of heads, take the dtype of what they replace, and only their files are rewritten."""
-    source = save_llama(tmp_path / "src", shards=4, dtype=torch.bfloat16 if dtype is None else torch.float32)
-    replace = trained(tmp_path / "adapted", [O1, DOWN], stored, down_proj=(32, 48))
-    found = assignment_for(source, [1])
-    extra = {"eval.json": "{}\n", "generation_config.json": '{"mine": 1}'}
-    report = convert_checkpoint(
-        source,
-        tmp_path / "out",
-        Recipe(spd="1:3", sync_tp_size=4, dtype=dtype),
-        changes=Changes(replace=replace, assignment=found, record={"distillation": {"blocks": [1]}}, extra_files=extra),
-        verify=stored == torch.float32 and dtype is None,
-    )
-    values = load_file(tmp_path / "adapted" / "trained.safetensors")
-    written, old = all_tensors(tmp_path / "out"), all_tensors(source)
-    for name, tensor in (permuted(old, found) | values).items():
-        assert torch.equal(written[name], tensor.to(getattr(torch, dtype) if dtype else old[name].dtype)), name
-    if dtype is None:
-        files = {
-            tensor.file
-            for name, tensor in read_checkpoint(source).tensors.items()
-            if name == DOWN or "layers.1.self_attn" in name or "layers.1.mlp" in name
-        }
-        assert set(report.weight_files_rewritten) == files != set(report.weight_files)
-        for file in report.weight_files:
-            assert (tmp_path / "out" / file).samefile(source / file) == (file not in files)
-    assert report.replaced_tensors == sorted([O1, DOWN])
-    record = yaml.safe_load((tmp_path / "out" / "ladderize.yaml").read_text())
-    assert (record["distillation"], record["replaced_tensors"]) == ({"blocks": [1]}, sorted([O1, DOWN]))
-    assert {name: (tmp_path / "out" / name).read_text() for name in extra} == extra
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "2 tensors have other values" in card

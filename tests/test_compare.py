@@ -10,7 +10,6 @@ import pytest
 
 import ladderize
 from ladderize import UserError
-from ladderize.eval.answers import read_models
 from ladderize.eval.comparison import Predictions
 from tests.evaluations import Written
 from tests.helpers import ROOT, change_json, invoke, invoke_well, one_sentence
@@ -264,33 +263,3 @@ def test_the_command_prints_a_table_and_writes_the_document(pair, tmp_path):
     printed = json.loads(invoke("compare", dense, other, "--json").stdout)
     assert json.loads((tmp_path / "out.json").read_text()) == printed
     assert len(printed["comparisons"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "lost", "margin", "words"),
-    [
-        (25, 25, 0, "1", "At most 1 point worse over the task: too few samples"),
-        (200, 200, 0, "1", "At most 1 point worse over the task: shown"),
-        (200, 200, 100, "1", "More than 1 point worse over the task: shown"),
-    ],
-)
-def test_the_words_claim_what_the_interval_shows(tmp_path, right, wrong, lost, margin, words):
-    """Equal models with few and many samples, a bad one, one within a wide margin, and one that is on the margin."""
-    answers = [[0.0] * missed + [1.0] * (right - missed) + [0.0] * wrong for missed in (0, lost)]
-    files = [Written(tmp_path, f"m{n}").task("t", {"acc": given}).write() for n, given in enumerate(answers)]
-    shown = invoke("compare", *files, "--margin", margin).stdout
-    assert words in shown, shown
-
-
-def test_several_models_of_one_file_are_each_compared_with_the_first(pair, tmp_path):
-    dense, other = (written.write() for written in pair)
-    content, more = json.loads(dense.read_text()), json.loads(other.read_text())
-    both = tmp_path / "both.json"
-    third = {**more["models"][0], "ladderize": {**more["models"][0]["ladderize"], "model": "models/third"}}
-    both.write_text(json.dumps({**content, "models": [content["models"][0], more["models"][0], third]}))
-    found = ladderize.compare([both]).comparisons
-    assert [(one.reference, one.other) for one in found] == [
-        ("models/dense", "models/other"),
-        ("models/dense", "models/third"),
-    ]
-    assert [one.model.model for one in read_models(both, "models/other")] == ["models/other"]

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -42,18 +41,6 @@ def test_progress_is_a_line_every_minute_where_there_is_no_terminal(monkeypatch)
                 advance(1, "loss 3.5")
     (line,) = stderr.getvalue().splitlines()
     assert re.search(r"^steps: +63%.*63/100 .*, loss 3\.5\]$", line)
-
-
-@pytest.mark.parametrize("work", [lambda: Console().progress("steps", 3), lambda: Console().stage("reading")])
-def test_a_step_that_takes_minutes_is_heard_of_where_there_is_no_terminal(work, monkeypatch):
-    monkeypatch.setattr(console, "LOG_INTERVAL_S", 0.2)
-    before = threading.active_count()
-    with contextlib.redirect_stderr(io.StringIO()) as stderr, work():
-        time.sleep(1.1)
-        lines = stderr.getvalue().splitlines()
-    assert len(lines) >= 3
-    assert threading.active_count() == before
-    assert all(re.search(r"^steps: +0%.*0/3|^reading", line) for line in lines)
 
 
 def test_sigterm_ends_a_command_as_ctrl_c_does():

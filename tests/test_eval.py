@@ -205,16 +205,6 @@ def test_the_same_as_lm_eval_by_itself(pair, tmp_path):
         }
 
 
-def test_models_of_which_one_begins_with_bos_are_told(tmp_path):
-    for name in ("same", "without"):
-        shutil.copytree(MODEL, tmp_path / name)
-    path = tmp_path / "without" / "tokenizer.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": None}))
-    for name, is_told in (("same", False), ("without", True)):
-        outcome = invoke_well("eval", MODEL, tmp_path / name, *demo("copying", "--limit", 2))
-        assert ("BOS" in outcome.stderr) == is_told
-
-
 def test_a_continuation_is_scored_at_its_place_beside_any_other():
     """Also where its context is another request's context and the beginning of its continuation, of which lm-eval's
     logits_cache makes one: it reads the shorter one at the place of the longer."""

@@ -99,7 +99,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 # ---- conversion, and what reads a converted checkpoint ----
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", ["llama", *FAMILIES])
 def test_to_a_layout_and_back(model_type, tmp_path):
     """Verified by a stranger without ladderize; dense again it is the source, byte for byte."""
     save_llama(tmp_path / "src", model_type=model_type)

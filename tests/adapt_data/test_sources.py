@@ -22,7 +22,6 @@ def texts_of(name):
 def test_names_and_weights(tmp_path):
     for text, expected in (
         ("a/b.jsonl=2", ("a/b.jsonl", 2)),
-        ("x.npz:ids=.5", ("x.npz:ids", 0.5)),
         (f"{tmp_path}=1.5", (str(tmp_path), 1.5)),
         ("date=2024/b.json", ("date=2024/b.json", None)),
     ):
@@ -31,7 +30,6 @@ def test_names_and_weights(tmp_path):
     assert split_weight(f"{tmp_path}/date=2024") == (f"{tmp_path}/date=2024", None)
     assert hub_dataset("hub:o/n:train") == ("o/n", None, "train")
     assert hub_dataset("hub:o/n:cfg:train") == ("o/n", "cfg", "train")
-    check_sources(["hub:o/n:train"])
     check_sources(["hub:o/n:train=2", "a.jsonl=0.5"])
     for given in (["a=2"], ["a=2", "b"], ["a=1", "b=0"], ["a", "hub:o/n:train"]):
         with pytest.raises(UsageError, match="give each of several sources a weight above 0"):

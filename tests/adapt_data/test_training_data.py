@@ -151,15 +151,6 @@ def test_a_stream(hub, tokenizer, monkeypatch):
     assert list(itertools.islice(opened("hub:o/n:train", tokenizer, heldout=10, seed=5).train, 5)) != epoch[:5]
 
 
-def test_a_stream_beside_files(hub, tmp_path, tokenizer):
-    streamed = hub([{"input_ids": [2] * random.randint(40, 64)} for _ in range(300)])
-    file = write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [3] * 60} for _ in range(20)])
-    data = opened([streamed + "=1", file + "=3"], tokenizer)
-    drawn = [row["input_ids"][0] for row in itertools.islice(data.train, 800)]
-    assert np.mean(np.array(drawn) == 3) == pytest.approx(0.75, abs=0.06)
-    assert len(examples_of(data.heldout)) == 66
-
-
 # ---- what is wrong ----
 
 

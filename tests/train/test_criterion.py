@@ -1,31 +1,14 @@
 """By what the weights that are written are chosen, on held-out rows."""
 
-import math
-
 import numpy as np
 import pytest
 
 from ladderize.adapt.train.loop import Loop
-from ladderize.adapt.train.options import Objective
 from ladderize.adapt.train.states import Scores, read_metrics
 from tests.helpers import listing, one_sentence
 from tests.train.commands import adapt, perplexity_of, succeed
 
 BEST = ("--write", "best", "--eval-every", 1)
-
-
-@pytest.mark.parametrize(
-    ("objective", "name", "expected"),
-    [
-        (Objective(hidden_weight=2.0), "cross-entropy", 3.0),
-        (Objective(distill_weight=1.0, hidden_weight=2.0), "KL", 0.5),
-        (Objective(distill_weight=0.25), "0.25 KL + 0.75 cross-entropy", 2.25 + 0.25 * 0.5),
-    ],
-)
-def test_the_criterion_is_the_loss_without_the_hidden_error(objective, name, expected):
-    assert objective.criterion.label == name
-    assert Scores(3.0, 0.5, 9, 7.0).criterion(objective) == pytest.approx(expected)
-    assert Scores(math.nan, math.nan, 9).criterion(objective) == math.inf
 
 
 def test_a_model_better_than_the_dense_one_is_brought_back_to_it(place, tmp_path):
