@@ -143,6 +143,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def made_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    save_llama(folder / "dense", seed=5)
+    convert_checkpoint(folder / "dense", folder / "spd", Recipe(spd="1:", sync_tp_size=4), verify=False)
+    np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (72, 16)))
+    return folder
+
+
+@pytest.fixture
+def pair(made_pair: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A dense model and its conversion in ``tmp_path``, for this test alone; beside them ids.npy, 72 windows."""
+    shutil.copytree(made_pair, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "dense", tmp_path / "spd"
+
+
 @pytest.fixture
 def ids(tmp_path: Path) -> Path:
     """Windows of random ids as a file: 12 x 16."""

@@ -283,14 +283,6 @@ def assert_there_and_back(kind: type[Record], document: dict[str, object]) -> No
     assert kind.from_dict(document, "a document").to_dict() == rest
 
 
-def save_pair(folder: Path, rng: np.random.Generator) -> Path:
-    """In a folder a dense model, its conversion, and windows of ids; returns the folder."""
-    save_llama(folder / "dense", seed=5)
-    invoke_well("convert", folder / "dense", folder / "spd", "--spd", "1:", "--sync-tp-size", 4, "--no-verify")
-    np.save(folder / "ids.npy", rng.integers(3, SHAPE["vocab_size"], (72, 16)))
-    return folder
-
-
 class Outcome(NamedTuple):
     code: int
     stdout: str

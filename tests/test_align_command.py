@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import sys
 from itertools import takewhile
 
@@ -24,35 +23,17 @@ from tests.helpers import (
     change_weights,
     changed_tensors,
     edit_json,
-    fresh_rng,
     invoke,
     invoke_well,
     listing,
     one_sentence,
     refusal,
     save_llama,
-    save_pair,
     training_command,
 )
 
 WORK = "out.ladderize-work"
 PLACE = ["dense", "ids.npy", "spd"]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A dense random model, its conversion, and windows of ids."""
-    return save_pair(tmp_path_factory.mktemp("made"), fresh_rng())
-
-
-@pytest.fixture
-def pair(made, tmp_path):
-    """The same for a test to change."""
-    return models_of(shutil.copytree(made, tmp_path, dirs_exist_ok=True))
-
-
-def models_of(folder):
-    return folder / "dense", folder / "spd"
 
 
 def command(pair, out, *options):
@@ -217,9 +198,9 @@ def test_two_processes_solve_the_same_weights(pair, tmp_path):
         (["--lr", 1e-3], 2, "--lr has no effect with --method align"),
     ],
 )
-def test_what_is_refused(made, tmp_path, options, code, message):
-    assert message in refusal(*command(models_of(made), tmp_path / "out", *options), code=code)
-    assert listing(tmp_path) == []
+def test_what_is_refused(pair, tmp_path, options, code, message):
+    assert message in refusal(*command(pair, tmp_path / "out", *options), code=code)
+    assert listing(tmp_path) == PLACE
 
 
 def test_models_that_do_not_belong_together(pair, tmp_path):

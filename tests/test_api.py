@@ -8,14 +8,9 @@ import pytest
 
 import ladderize
 from tests import warm
-from tests.helpers import ROOT, save_llama
+from tests.helpers import ROOT
 
 PACKAGE = ROOT / "ladderize"
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return save_llama(tmp_path_factory.mktemp("api") / "dense")
 
 
 # ---- the names ----
@@ -54,13 +49,17 @@ def test_options_that_cannot_be_meant(make, message):
     assert message in str(caught.value)
 
 
-def test_a_gpu_that_is_not_there(dense, tmp_path, monkeypatch):
+def test_a_gpu_that_is_not_there(made_llama, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     (tmp_path / "a.txt").write_text("text")
     calls = [
-        lambda: ladderize.generate(dense, ["a"], ladderize.GenerateOptions(device="cuda")),
-        lambda: ladderize.evaluate([dense], ladderize.EvalOptions(perplexity=str(tmp_path / "a.txt"), device="cuda:1")),
-        lambda: ladderize.bench(ladderize.ModelChoice(models=(str(dense),)), ladderize.BenchOptions(device="cuda")),
+        lambda: ladderize.generate(made_llama, ["a"], ladderize.GenerateOptions(device="cuda")),
+        lambda: ladderize.evaluate(
+            [made_llama], ladderize.EvalOptions(perplexity=str(tmp_path / "a.txt"), device="cuda:1")
+        ),
+        lambda: ladderize.bench(
+            ladderize.ModelChoice(models=(str(made_llama),)), ladderize.BenchOptions(device="cuda")
+        ),
     ]
     for call in calls:
         with pytest.raises(ladderize.UserError, match=r"--device cuda(:1)?, but torch sees no GPUs here"):

@@ -1,9 +1,7 @@
 """Block-to-block distillation: what the loss is, that it helps, that it resumes, and what is refused."""
 
 import json
-import shutil
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,7 +22,6 @@ from tests.helpers import (
     one_sentence,
     python_options,
     save_llama,
-    save_pair,
 )
 
 LAYERS = SHAPE["num_hidden_layers"]
@@ -75,19 +72,6 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name):
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
     monkeypatch.setattr("ladderize.adapt.layers.distill.TOKENS_PER_STEP", 64)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A dense random model, its spd conversion, and windows of ids from which something is learnt."""
-    return save_pair(tmp_path_factory.mktemp("made"), np.random.default_rng(0))
-
-
-@pytest.fixture
-def pair(made, tmp_path):
-    """The same for a test to change."""
-    folder = shutil.copytree(made, tmp_path, dirs_exist_ok=True)
-    return folder / "dense", folder / "spd"
 
 
 def command(pair, out, *options):

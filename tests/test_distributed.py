@@ -59,15 +59,11 @@ def test_ranks_that_are_started_keep_to_cores_of_their_own(ranks, more_than_a_sh
     assert cores() == before
 
 
-def test_an_exception_of_any_rank_is_one_sentence(monkeypatch, capfd):
+def test_an_exception_of_any_rank_is_one_sentence_and_with_debug_a_traceback(monkeypatch, capfd):
     monkeypatch.setenv(DEBUG, "")
     with pytest.raises(UserError, match="rank 0 failed: unexpected error: ValueError: this rank has had enough"):
         distributed.run(groups.fail, 0, tp_size=2, device="cpu")
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_debug_shows_the_traceback_of_a_rank(monkeypatch, capfd):
-    monkeypatch.setenv(DEBUG, "")
     with pytest.raises(UserError):
         invoke("--debug", "inspect", "/no/such/folder")  # a command's --debug is what its ranks read
     with pytest.raises(UserError):
