@@ -19,12 +19,10 @@ from ladderize.runtime.bench import inference, reference_check
 from ladderize.runtime.bench import plan as bench_plan
 from ladderize.runtime.bench import run as bench_run
 from ladderize.runtime.bench.document import BenchDocument
-from ladderize.runtime.bench.options import LAYOUT_NAMES, BenchOptions, ModelChoice, parse_counts
+from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import Emulated
-from ladderize.runtime.collectives.observed import Observed
 from ladderize.runtime.decode import Generator
-from ladderize.runtime.model import TPLlama
 from tests.groups import ALONE, report_and_die, report_once
 from tests.helpers import (
     FAMILIES,
@@ -244,41 +242,6 @@ def test_a_wrong_model_is_not_timed(checked_model, tmp_path, monkeypatch, fault,
     assert not (tmp_path / "bench.json").exists()
 
 
-class LeavesOut(Observed):
-    """Does not begin the sum of this number."""
-
-    def __init__(self, inner, number):
-        super().__init__(inner)
-        self.number, self.count = number, 0
-
-    def all_reduce_async(self, x):
-        self.count += 1
-        return Handle(lambda: x) if self.count == self.number else super().all_reduce_async(x)
-
-
-def leave_out(monkeypatch, model, number):
-    """From every pass of a class of models."""
-    forward = model.forward
-
-    def mutated(self, *arguments):
-        whole = self.collectives
-        self.collectives = LeavesOut(whole, number)
-        try:
-            return forward(self, *arguments)
-        finally:
-            self.collectives = whole
-
-    monkeypatch.setattr(model, "forward", mutated)
-
-
-def test_a_sum_that_is_left_out_under_emulation(shape, monkeypatch):
-    """Emulated sums are delays: nobody sees in the logits that one was not even begun."""
-    leave_out(monkeypatch, TPLlama, 3)
-    message = one_sentence(bench("--random-weights", shape, "--layout", "spd+ladder", text=EMULATED))
-    assert "its prefill completed 4 all-reduces of 2048 bytes" in message
-    assert "the layout asks for 5 of 2560:" in message
-
-
 def test_without_the_check_results_say_so(checked_model, monkeypatch):
     monkeypatch.setattr(reference_check, "compute_reference", lambda *given: pytest.fail("--no-check asks for none"))
     outcome = bench(checked_model, "--no-check")
@@ -387,14 +350,6 @@ RANDOM = "--random-weights 8b"
 )
 def test_bad_arguments(text, code, message):
     assert message in refusal("bench", *text.replace("MODEL", str(MODEL)).split(), code=code)
-
-
-def test_all_layouts_are_timed_by_default(shape):
-    options = BenchOptions(emulate_tp=2, batch_sizes=parse_counts("1,4,1"), prompt_len=8)
-    assert options.batch_sizes == (1, 4)
-    plan = bench_plan.plan_bench(ModelChoice(random_weights=str(shape)), options, "1,1")
-    assert [spec.name for spec in plan.specs] == [*LAYOUT_NAMES]
-    assert plan.options.ranks == 2
 
 
 def test_memory_is_checked_before_it_is_taken(tmp_path, monkeypatch):

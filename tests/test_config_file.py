@@ -32,11 +32,3 @@ def test_a_bad_file_is_one_sentence(text, code, message, tmp_path):
     (tmp_path / "c.yaml").write_text(text)
     given = ("--data", "x", "--config", tmp_path / "c.yaml")
     assert re.search(message, refusal("adapt", "in", "out", *given, code=code))
-
-
-def test_a_bad_command_line_is_one_sentence():
-    for arguments, message in (
-        (["adpt"], "No such command 'adpt'"),
-        (["adapt", "m", "--nope"], "No such option:? '?--nope"),
-    ):
-        assert re.search(message, refusal(*arguments, code=2))

@@ -5,8 +5,6 @@ import io
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -14,7 +12,6 @@ import pytest
 from ladderize import console
 from ladderize.boundary import error_boundary
 from ladderize.console import Console
-from ladderize.demo.inputs import MODEL
 
 
 def test_a_table_on_a_terminal_fits_and_keeps_every_word(monkeypatch):
@@ -71,13 +68,3 @@ def test_sigterm_ends_a_command_as_ctrl_c_does():
 )
 def test_a_name_in_a_card_stays_code(name, shown):
     assert console.code_span(name) == shown
-
-
-def test_closed_streams():
-    """The next file that is opened does not take their place."""
-    command = [sys.executable, "-m", "ladderize", "inspect", str(MODEL)]
-    closed = subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command], capture_output=True, text=True)
-    assert closed.returncode == 0
-    silent = subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *command], capture_output=True, text=True)
-    assert silent.returncode == 0
-    assert "8 layers: dense" in silent.stdout

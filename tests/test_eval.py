@@ -14,7 +14,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from ladderize import UsageError, compare, convert_checkpoint, load
+from ladderize import compare, convert_checkpoint, load
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL, TASKS
@@ -333,27 +333,3 @@ def test_a_full_disk_names_no_samples_that_are_not_there(pair, tmp_path, monkeyp
     assert list(entry["results"]) == list(entry["samples"]) == ["demo_agreement"]
     left = [path.relative_to(tmp_path).as_posix() for path in (tmp_path / "r.samples").rglob("*") if path.is_file()]
     assert left == list(entry["samples"].values())
-
-
-def test_fewshot_that_a_task_forbids(tmp_path):
-    shutil.copytree(TASKS, tmp_path / "tasks")
-    with (tmp_path / "tasks" / "agreement.yaml").open("a") as file:
-        file.write("num_fewshot: 0\n")
-    options = ("--include-path", tmp_path / "tasks", "--num-fewshot", "2")
-    assert "has no effect on demo_agreement" in refusal("eval", MODEL, "--tasks", "demo_agreement", *options)
-    document = json.loads(invoke("eval", MODEL, "--tasks", "demo_copying", *options, "--limit", "4", "--json").stdout)
-    assert document["models"][0]["n-shot"] == {"demo_copying": 2}
-
-
-# ---- --backend vllm, where vLLM is not; what it computes is tested in tests/vllm ----
-
-
-def test_vllm_takes_no_launcher_and_from_python_needs_its_engine(monkeypatch):
-    options = EvalOptions(perplexity="ids.npy", backend="vllm")
-    with pytest.raises(UsageError, match=r"needs engine=open_vllm, of ladderize.vllm.eval_model"):
-        run.evaluate([MODEL], options)
-    place = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-    for key, value in place.items():
-        monkeypatch.setenv(key, str(value))
-    with pytest.raises(UsageError, match="--backend vllm starts its own processes"):
-        run.evaluate([MODEL], options, engine=lambda *_: pytest.fail("a model was opened"))

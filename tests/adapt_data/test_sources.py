@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ladderize.adapt.data import sources
-from ladderize.adapt.data.sources import open_rows, row_of_ids, source_identity
+from ladderize.adapt.data.sources import open_rows, source_identity
 from ladderize.adapt.data_files import check_sources, hub_dataset, split_weight
 from ladderize.errors import UsageError, UserError
 from tests.adapt_data.rows import write_jsonl
@@ -112,18 +112,6 @@ def test_the_hub(monkeypatch):
     with pytest.raises(UserError, match="has the columns body; rows need"):
         open_rows("hub:o/n:cfg:train")
     assert asked == [(("o/n", "cfg"), {"split": "train", "streaming": True})]  # and nobody's code is trusted
-
-
-def test_rows_of_ids_are_as_long_as_they_are(tmp_path):
-    for name, shape in {"a": (5, 24), "b": (9, 24), "c": (3, 12), "d": (60,)}.items():
-        np.save(tmp_path / f"{name}.npy", np.full(shape, 7))
-    np.savez(tmp_path / "e.npz", ids=np.full((2, 24), 7))
-    length = {"a.npy": 24, "a.npy b.npy e.npz:ids": 24, "a.npy c.npy": None, "d.npy": None, "a.npy x.jsonl": None}
-    assert row_of_ids([f"{tmp_path}/a.npy=1", f"{tmp_path}/b.npy=2"]) == 24
-    assert row_of_ids(["hub:a/b:train"]) is None
-    write_jsonl(tmp_path / "x.jsonl", TEXTS)
-    for names, expected in length.items():
-        assert row_of_ids([str(tmp_path / name) for name in names.split()]) == expected
 
 
 def test_identity(tmp_path, monkeypatch):
