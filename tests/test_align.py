@@ -1,4 +1,4 @@
-"""Alignment: the least-squares solution against a slow one, what is chosen, what is kept, where it must be exact."""
+"""Alignment: the least-squares solution against a slow one, what is chosen, what is kept, and dtypes."""
 
 from itertools import takewhile
 from typing import NamedTuple
@@ -16,9 +16,10 @@ from ladderize.adapt.layers.ridge import RankRows, affine, refit
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import SILENT, to_json
+from ladderize.console import SILENT
 from ladderize.convert.assignment import RankAssignment
 from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.layout import Layout
@@ -158,10 +159,8 @@ def test_an_assigned_model_is_aligned_alike(tmp_path, extra):
     orders = {layer: tuple(groups[torch.randperm(kv_heads)].flip(1).flatten().tolist()) for layer in layers}
     ranks = {layer: tuple((torch.randperm(SHAPE["intermediate_size"]) % 4).tolist()) for layer in layers}
     found = RankAssignment(4, fingerprint(open_checkpoint(str(dense))), orders, ranks)
-    (tmp_path / "assignment.json").write_text(to_json(found.to_dict()))
-    recipe = Recipe(ladder="all", assignment=str(tmp_path / "assignment.json"))
-    convert_checkpoint(str(dense), tmp_path / "mapped", recipe, verify=False)
     mapped = tmp_path / "mapped"
+    convert_checkpoint(str(dense), mapped, Recipe(ladder="all"), Changes(assignment=found), verify=False)
 
     def moved(layer):
         blocks = blocks_of(dense)

@@ -1,5 +1,5 @@
-"""Sensitivities of aligned models: against convert, adapt --method align and eval, on which windows, resuming, who
-reads them, and what is refused."""
+"""Sensitivities of aligned models: against convert, adapt --method align and eval, on which windows, resuming, and who
+reads them."""
 
 import json
 import sys

@@ -23,6 +23,7 @@ from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import Emulated
 from ladderize.runtime.decode import Generator
+from ladderize.vllm.served import served_models
 from tests.groups import ALONE, report_and_die, report_once
 from tests.helpers import (
     FAMILIES,
@@ -323,6 +324,21 @@ def test_what_a_rank_reports_is_heard_before_it_dies():
     assert heard == ["rank 0 of 2", "again"]
     assert distributed.run(report_once, tp_size=1, device="cpu", threads=1, report=heard.append) == 7
     assert heard[2:] == ["alone"]
+
+
+# ---- --engine vllm, as far as it goes without vLLM ----
+
+
+def test_a_checkpoint_is_linked_to_for_vllm_and_not_copied(llama, tmp_path):
+    (tmp_path / "work").mkdir()
+    model = spec.checkpoint_spec(str(llama), tp_size=1)
+    for row in served_models([model], BenchOptions(baselines=("plugin",)), tmp_path / "work"):
+        assert row.spec.folder == model.folder
+        weights = row.folder / "model.safetensors"
+        assert weights.is_symlink()
+        assert weights.resolve() == (llama / "model.safetensors").resolve()
+        assert not (row.folder / "config.json").is_symlink()
+    assert json.loads((llama / "config.json").read_text())["model_type"] == "llama"
 
 
 # ---- what is refused ----

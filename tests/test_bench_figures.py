@@ -1,4 +1,4 @@
-"""What the figures of the benchmarks are made of: links, messages, traces, intervals."""
+"""What the figures of the benchmarks are made of: links, emulated messages, traces, intervals."""
 
 from pathlib import Path
 

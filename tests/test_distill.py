@@ -1,4 +1,4 @@
-"""Block-to-block distillation: what the loss is, that it helps, that it resumes, and what is refused."""
+"""Block-to-block distillation: what the loss is, that it helps, and what stops it."""
 
 import json
 
