@@ -1,4 +1,4 @@
-"""A step against a plain loop, what it trains, and that how it is cut changes nothing."""
+"""A step against a plain loop, what it trains, that how it is cut changes nothing, and which step is written."""
 
 import itertools
 import json
@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 import ladderize
 from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.train.loop import Order
+from ladderize.adapt.train.states import read_metrics
 from ladderize.adapt.train.training_model import BETAS, EPSILON
 from ladderize.blocks import open_checkpoint
 from tests.helpers import CLIPPED, all_tensors, changed_tensors, invoke, invoke_well
@@ -153,3 +154,20 @@ def test_retrained_weights_are_known_as_such(place, tmp_path):
     assert "retrained   full: layers 0:4" in invoke("inspect", tmp_path / "dense").stdout
     same = invoke("convert", out, tmp_path / "same", "--dtype", "bfloat16", "--no-verify")
     assert "were retrained" not in same.stderr
+
+
+def test_a_model_better_than_the_dense_one_is_brought_back_to_it(place, tmp_path):
+    """It fits the held-out rows, which the dense model has never seen: its perplexity rises while its KL falls."""
+    succeed(place, tmp_path / "fitted", "--lr", "1e-2", steps=50)
+    teacher = ("--distill-from", place / "dense", "--hidden-weight", 1, "--write", "best", "--eval-every", 1)
+    document = succeed(place, tmp_path / "out", *teacher, model=tmp_path / "fitted", steps=4)
+    perplexity, criterion = document["heldout_perplexity"], document["criterion"]
+    assert perplexity["before"] < perplexity["after"]
+    assert perplexity["before"] < perplexity["dense"]
+    assert perplexity["dense"] == pytest.approx(perplexity_of(place / "dense", place / "eval.npy"), rel=1e-4)
+    divergences = read_metrics(tmp_path / "out" / "metrics.jsonl", "heldout_divergence")
+    assert document["written_step"] == np.argmin(divergences) > 0
+    assert criterion["name"] == "KL"
+    assert criterion["before"] == divergences[0]
+    assert criterion["after"] == pytest.approx(min(divergences), rel=1e-3)
+    assert f"held-out KL {criterion['before']:.4g} before," in (tmp_path / "out" / "README.md").read_text()
