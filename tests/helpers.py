@@ -7,8 +7,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -265,16 +264,6 @@ def training_command(name: str, place: Path, out: Path) -> list[object]:
         "blocks": [*taught, "blocks", "--samples", 8],
         "spd": [*spd, "--threads", 1, "--epochs", 1],
     }[name]
-
-
-@contextlib.contextmanager
-def python_options(**values: object) -> Iterator[None]:
-    """Give the command ``adapt`` options of align and blocks that only Python can name."""
-    from ladderize.commands import adapt
-
-    made = adapt.adapt_options
-    with mock.patch.object(adapt, "adapt_options", lambda given: replace(made(given), **values)):
-        yield
 
 
 def assert_there_and_back(kind: type[Record], document: dict[str, object]) -> None:

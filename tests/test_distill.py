@@ -1,6 +1,8 @@
 """Block-to-block distillation: what the loss is, that it helps, and what stops it."""
 
 import json
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from ladderize.adapt.layers.distill import BlockTrainer, teacher_pass
 from ladderize.adapt.layers.layer_files import LayerFolder, StudentBlocks
 from ladderize.adapt.layers.options import BlockwiseOptions
+from ladderize.commands import adapt as adapt_command
 from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
 from ladderize.errors import UserError
 from ladderize.layout import Layout
@@ -20,7 +23,6 @@ from tests.helpers import (
     listing,
     make_layout,
     one_sentence,
-    python_options,
     save_llama,
 )
 
@@ -82,9 +84,10 @@ def command(pair, out, *options):
     return ["adapt", model, out, *what, *sizes, *write, *options]
 
 
-def adapt(pair, out, *options, **named):
-    """named: options that Python alone has."""
-    with python_options(**{"epochs": 3, **named}):
+def adapt(pair, out, *options, epochs=3):
+    """epochs: an option that Python alone has."""
+    made = adapt_command.adapt_options
+    with patch.object(adapt_command, "adapt_options", lambda given: replace(made(given), epochs=epochs)):
         return invoke(*command(pair, out, *options))
 
 
