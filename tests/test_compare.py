@@ -263,3 +263,18 @@ def test_the_command_prints_a_table_and_writes_the_document(pair, tmp_path):
     printed = json.loads(invoke("compare", dense, other, "--json").stdout)
     assert json.loads((tmp_path / "out.json").read_text()) == printed
     assert len(printed["comparisons"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("right", "lost", "words"),
+    [
+        (25, 0, "At most 1 point worse over the task: too few samples"),
+        (200, 0, "At most 1 point worse over the task: shown"),
+        (200, 100, "More than 1 point worse over the task: shown"),
+    ],
+)
+def test_the_words_claim_what_the_interval_shows(tmp_path, right, lost, words):
+    """Equal models with few and many samples, and a bad one; of twice ``right`` answers."""
+    answers = [[0.0] * missed + [1.0] * (right - missed) + [0.0] * right for missed in (0, lost)]
+    files = [Written(tmp_path, f"m{n}").task("t", {"acc": given}).write() for n, given in enumerate(answers)]
+    assert words in invoke_well("compare", *files).stdout
