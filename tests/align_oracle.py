@@ -23,8 +23,8 @@ class AlignOracle:
         self.config, self.ridge, self.trained, self.family = config, ridge, trained, Equations(config)
 
     def __call__(self, ids, layers):
-        """``stream`` is then what leaves the student's last layer; ``closest`` is by how much a projection's error on
-        held-out windows changes at least, as a share of it: near 0 rounding decides whether it keeps its weights."""
+        """``closest`` is then by how much a projection's error on held-out windows changes at least, as a share of it:
+        near 0 rounding decides whether it keeps its weights."""
         self.closest = 1.0
         config = self.config
         scale = self.family.of_sums
@@ -90,7 +90,6 @@ class AlignOracle:
                 downs = [scale * linear(part(inner, -1, k, n), part(weight, 1, k, n)) for k in range(n)]
                 bias = scale * self.student.get(mlp + "down_proj.bias", torch.zeros(()))
                 visible = [own[k % len(own)] + down + bias for k, down in enumerate(downs)]
-        self.stream = complete
         return self.student
 
     def solve(self, name, inputs, targets):

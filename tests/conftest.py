@@ -26,8 +26,8 @@ SEED = "LADDERIZE_TEST_SEED"
 # The longest files, the longest first: two workers then end together (--dist loadfile with --no-loadscope-reorder
 # takes them in this order).
 LONG_FILES = [
-    "demo", "domino_gradients", "align_command", "eval", "report_browser", "generate_file", "adapt_tp",
-    "eval_ranks", "docs", "chat_template", "report", "python_docs", "promotion", "generate", "examples", "api",
+    "demo", "domino_gradients", "align_command", "eval", "report_browser", "generate_file", "tensor_parallel",
+    "eval_ranks", "docs", "report", "python_docs", "promotion", "generate", "examples", "api",
     "aligned_sensitivity", "control", "spd", "runtime", "sweep_keys", "sweep_killed", "sweep", "sweep_file",
     "bench", "bench_training", "calibrate", "plan", "plan_choice", "layout_measurer", "planning_model", "model",
     "distill", "house", "compare", "paired",
@@ -141,6 +141,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (24, 16)))
     np.save(folder / "heldout.npy", np.random.randint(3, SHAPE["vocab_size"], (6, 16)))
     return folder
+
+
+@pytest.fixture(scope="session")
+def made_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    save_llama(folder / "dense", seed=5)
+    convert_checkpoint(folder / "dense", folder / "spd", Recipe(spd="1:", sync_tp_size=4), verify=False)
+    np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (72, 16)))
+    return folder
+
+
+@pytest.fixture
+def pair(made_pair: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A dense model and its conversion in ``tmp_path``, for this test alone; beside them ids.npy, 72 windows."""
+    shutil.copytree(made_pair, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "dense", tmp_path / "spd"
 
 
 @pytest.fixture

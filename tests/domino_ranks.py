@@ -1,7 +1,6 @@
 """What the ranks of the tests of training gradients do; functions here are pickled by name and run in other
 processes."""
 
-import contextlib
 import gc
 import weakref
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.layout import Layout
 from ladderize.runtime import kv_cache
 from ladderize.runtime.collectives import differentiable
-from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.loader import CheckpointSource
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
@@ -25,6 +23,7 @@ from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.model import TPTraining
 from ladderize.runtime.training.outputs import SubModuleOutputs
 from ladderize.runtime.training.weights import build_weights
+from tests.groups import Counting
 
 CPU = torch.device("cpu")
 
@@ -49,31 +48,6 @@ class Case:
             return None
         layers = Layout.from_config(read_checkpoint(self.folder).config).converted_layers
         return SubModuleOutputs(layers, micro.targets != PADDING_TARGET)
-
-
-class Watched(Collectives):
-    """Another backend that notes in ``events`` what happens: (what, size of the part of the batch, which message)."""
-
-    def __init__(self, inner):
-        super().__init__(inner.ranks)
-        self.inner, self.events, self.open = inner, [], {}
-
-    def all_reduce_async(self, x):
-        number, part = len(self.open), x.shape[:2].numel()
-        self.open[number] = True
-        self.events.append(("start", part, number))
-        handle = self.inner.all_reduce_async(x)
-
-        def finish():
-            assert self.open[number]
-            self.open[number] = False
-            self.events.append(("wait", part, number))
-            return handle.wait()
-
-        return Handle(finish)
-
-    def all_gather(self, x):
-        return self.inner.all_gather(x)
 
 
 class Lives:
@@ -104,30 +78,6 @@ class Lives:
         return sum(reference() is not None for reference in self.made)
 
 
-@contextlib.contextmanager
-def noted_products(events):
-    """Notes the products with trained weights: of inputs, in both passes, and of the weights' gradients."""
-    forward, backward, weights = linear._Product.forward, linear._Product.backward, linear.WeightGradient.add
-
-    def noted_forward(ctx, use, x, *more):
-        events.append(("product", x.shape[:-1].numel(), None))
-        return forward(ctx, use, x, *more)
-
-    def noted_backward(ctx, *grads):
-        events.append(("product", grads[0].shape[:-1].numel(), None))
-        return backward(ctx, *grads)
-
-    def noted_weights(self, parts, parameter):
-        events.append(("weight", parts[0][1].shape[:-1].numel() if parts else 0, None))
-        return weights(self, parts, parameter)
-
-    linear._Product.forward, linear._Product.backward = staticmethod(noted_forward), staticmethod(noted_backward)
-    linear.WeightGradient.add = noted_weights
-    yield
-    linear._Product.forward, linear._Product.backward = staticmethod(forward), staticmethod(backward)
-    linear.WeightGradient.add = weights
-
-
 def build(case, group, collectives):
     checkpoint = read_checkpoint(case.folder)
     layout = Layout.from_config(checkpoint.config)
@@ -149,7 +99,7 @@ def step(case, group, collectives):
         teacher = build(Case(case.teacher, frozenset(), (), case.schedule, compute=case.compute), group, collectives)
     losses, validation = [], []
     lives = Lives((differentiable, "_Link"), (linear, "WeightUse"), (kv_cache, "PartsCache"))
-    with noted_products(collectives.events), lives:
+    with lives:
         for tensors in case.micros:
             micro = Batch.of(tensors, CPU)
             scores, outputs = None, case.outputs(micro)
@@ -157,10 +107,8 @@ def step(case, group, collectives):
                 with torch.no_grad():
                     scores = teacher.scored_logits(micro, outputs)
             sums = model(micro, teacher_logits=scores, teacher_outputs=outputs)
-            collectives.events.append(("backward", 0, None))
             case.objective.total(*sums).backward()
             losses.append(sums.detach())
-            collectives.events.append(("validation", 0, None))
             with torch.no_grad():
                 validation.append(model(micro, teacher_logits=scores, teacher_outputs=outputs))
             del sums, scores, outputs
@@ -182,7 +130,7 @@ def step(case, group, collectives):
 
 def gradients(group, folder, jobs, in_flight):
     """Run cases of folder/cases.pt, on each backend of ``jobs`` those of its names; rank 0 writes what ``step``
-    returned for each, and what was sent.
+    returned for each, and how many messages were not waited for.
 
     Through files: tensors that are given to a process by hand each take an open file.
     """
@@ -193,11 +141,10 @@ def gradients(group, folder, jobs, in_flight):
         collectives, _ = choose(backend, group, max_bytes=1 << 18, in_flight=in_flight)
         results = found[group.size, backend] = {}
         for name in names:
-            watched = Watched(collectives)
-            results[name] = result = step(cases[name], group, watched)
+            counting = Counting(collectives)
+            results[name] = result = step(cases[name], group, counting)
             assert all(torch.equal(other, result["losses"]) for other in group.gather(result["losses"]))
-            result["events"] = watched.events
-            result["open"] = sum(watched.open.values())
+            result["open"] = counting.started - counting.waited
         collectives.settle()
     gc.enable()
     if group.is_main:

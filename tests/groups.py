@@ -9,9 +9,6 @@ from itertools import chain
 
 import torch
 
-from ladderize.adapt.layers import measures
-from ladderize.blocks import Blocks, open_checkpoint
-from ladderize.layout import Layout
 from ladderize.ranks.device import cores
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.trace import trace
@@ -140,25 +137,6 @@ def reduce_long(group, size):
     return sum(group.gather(wrong))
 
 
-def wait_twice(group, backend):
-    collectives, _ = choose(backend, group, max_bytes=MAX_BYTES)
-    handle = collectives.all_reduce_async(torch.ones(2))
-    handle.wait()
-    try:
-        handle.wait()
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        group.barrier()
-        collectives.settle()
-    return "no error"
-
-
-def too_large(group):
-    collectives, _ = choose("shm", group, max_bytes=1024)
-    collectives.all_reduce(torch.ones(1 << 20))
-
-
 def die(group, victim, pid_file):
     """The victim is killed while the others wait for it, spinning in shared memory."""
     collectives, _ = choose("shm", group, max_bytes=1024)
@@ -180,12 +158,6 @@ def stop(group, victim, pid_file):
         pid_file.write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
     collectives.all_reduce(torch.ones(8))
-
-
-def abort(group, rank):
-    if group.rank == rank:
-        os.abort()
-    group.barrier()
 
 
 def fail(group, rank):
@@ -287,16 +259,3 @@ def many_in_flight(group, slots, messages):
         wrong += sum(int((handle.wait() != 2.0 * (n + round_)).sum()) for n, handle in enumerate(handles))
     collectives.settle()
     return sum(group.gather(wrong))
-
-
-def measured_windows(group, folder, ids, windows_per_batch):
-    """Held-out measures of a dense model and of it with all sync points dropped; on a rank whether all have them."""
-    blocks = Blocks(open_checkpoint(str(folder)), torch.float32, group.device)
-    dropped = Layout.from_layers(blocks.num_layers, spd=range(blocks.num_layers), sync_tp_size=2)
-    layouts = {"dense": Layout.dense(blocks.num_layers), "dropped": dropped}
-    variants = {name: measures.Contender(blocks, layout, blocks.weights) for name, layout in layouts.items()}
-    measures.TOKENS_PER_STEP = windows_per_batch * ids.shape[1] // 2
-    perplexity, divergence = measures.heldout_measures(variants, ids, group)
-    told = {name: (one.nll_per_token, one.stderr) for name, one in perplexity.items()}, divergence
-    assert group.gather(told) == [told] * group.size
-    return told

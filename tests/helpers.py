@@ -7,8 +7,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -267,28 +266,10 @@ def training_command(name: str, place: Path, out: Path) -> list[object]:
     }[name]
 
 
-@contextlib.contextmanager
-def python_options(**values: object) -> Iterator[None]:
-    """Give the command ``adapt`` options of align and blocks that only Python can name."""
-    from ladderize.commands import adapt
-
-    made = adapt.adapt_options
-    with mock.patch.object(adapt, "adapt_options", lambda given: replace(made(given), **values)):
-        yield
-
-
 def assert_there_and_back(kind: type[Record], document: dict[str, object]) -> None:
     """A document is read as ``kind``, and written as it was."""
     rest = {key: value for key, value in document.items() if key not in ("schema_version", "ladderize_version")}
     assert kind.from_dict(document, "a document").to_dict() == rest
-
-
-def save_pair(folder: Path, rng: np.random.Generator) -> Path:
-    """In a folder a dense model, its conversion, and windows of ids; returns the folder."""
-    save_llama(folder / "dense", seed=5)
-    invoke_well("convert", folder / "dense", folder / "spd", "--spd", "1:", "--sync-tp-size", 4, "--no-verify")
-    np.save(folder / "ids.npy", rng.integers(3, SHAPE["vocab_size"], (72, 16)))
-    return folder
 
 
 class Outcome(NamedTuple):

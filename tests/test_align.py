@@ -1,4 +1,4 @@
-"""Alignment: the least-squares solution against a slow one, what is chosen, what is kept, where it must be exact."""
+"""Alignment: the least-squares solution against a slow one, what is chosen, what is kept, and dtypes."""
 
 from itertools import takewhile
 from typing import NamedTuple
@@ -16,9 +16,10 @@ from ladderize.adapt.layers.ridge import RankRows, affine, refit
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import SILENT, to_json
-from ladderize.convert.assignment import RankAssignment, assignment_of
+from ladderize.console import SILENT
+from ladderize.convert.assignment import RankAssignment
 from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.layout import Layout
@@ -126,22 +127,15 @@ def divergence(dense, model, ids):
 # ---- the solution ----
 
 
-@pytest.mark.parametrize("name", CONVERTED)
-def test_the_weights_are_the_slow_ones(tmp_path, name):
-    check_weights(tmp_path, pair(tmp_path, name, noise=0.02))
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_weights_of_every_family_are_the_slow_ones(tmp_path, model_type):
-    check_weights(tmp_path, pair(tmp_path, "every mode", model_type=model_type))
-
-
-def check_weights(tmp_path, models):
+@pytest.mark.parametrize(
+    ("name", "model_type"), [*((name, "llama") for name in CONVERTED), *(("every mode", name) for name in FAMILIES)]
+)
+def test_the_weights_are_the_slow_ones(tmp_path, name, model_type):
+    models = pair(tmp_path, name, noise=0.02 if model_type == "llama" else 0.0, model_type=model_type)
     ids, expected = clear_windows(models)
     solved = solve(models, tmp_path / "work", ids)
-    before = all_tensors(models[1])
     assert apart(solved.weights, expected) < 2e-3
-    assert apart(before, expected) > 0.3
+    assert apart(all_tensors(models[1]), expected) > 0.3
 
 
 @pytest.mark.parametrize("layers", ["converted", "1:3"])
@@ -156,23 +150,6 @@ def test_layers_that_are_not_chosen_are_passed_through(tmp_path, layers):
     assert changed == set(chosen) == {report.layer for report in solved.reports}
 
 
-@pytest.mark.parametrize(
-    ("name", "model_type"), [*((name, "llama") for name in CONVERTED), *(("mixed", name) for name in FAMILIES)]
-)
-def test_the_slow_models_are_transformers(tmp_path, name, model_type):
-    """The oracle's streams are those of the class that every checkpoint carries."""
-    models = pair(tmp_path, name, model_type=model_type)
-    ids = random_ids(3, 12)
-    oracle = oracle_of(models)
-    oracle(ids, ())
-    layout = blocks_of(models[1]).layout
-    model = loaded(models[1], layout, all_tensors(models[1])).double()
-    model.model.norm = torch.nn.Identity()
-    with torch.no_grad():
-        expected = model(ids, output_hidden_states=True).hidden_states[-1]
-    assert torch.allclose(oracle.stream, expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("extra", [{}, BIASES], ids=["plain", "biases"])
 def test_an_assigned_model_is_aligned_alike(tmp_path, extra):
     """The dense model is put in the student's order; where no rank reads apart the order changes nothing."""
@@ -182,12 +159,8 @@ def test_an_assigned_model_is_aligned_alike(tmp_path, extra):
     orders = {layer: tuple(groups[torch.randperm(kv_heads)].flip(1).flatten().tolist()) for layer in layers}
     ranks = {layer: tuple((torch.randperm(SHAPE["intermediate_size"]) % 4).tolist()) for layer in layers}
     found = RankAssignment(4, fingerprint(open_checkpoint(str(dense))), orders, ranks)
-    (tmp_path / "assignment.json").write_text(to_json(found.to_dict()))
-    recipe = Recipe(ladder="all", assignment=str(tmp_path / "assignment.json"))
-    convert_checkpoint(str(dense), tmp_path / "mapped", recipe, verify=False)
     mapped = tmp_path / "mapped"
-    assert assignment_of(open_checkpoint(str(mapped))) == found
-    assert assignment_of(open_checkpoint(str(plain))) is None
+    convert_checkpoint(str(dense), mapped, Recipe(ladder="all"), Changes(assignment=found), verify=False)
 
     def moved(layer):
         blocks = blocks_of(dense)
@@ -263,38 +236,6 @@ def test_every_projection_gets_the_ridge_that_serves_held_out_tokens(stored, mon
             assert torch.allclose(affine([projection]), tried[best], rtol=1e-2, atol=1e-4)
     assert reports[0].ridge == 1e-5
     assert reports[1].ridge in (None, 10.0)
-
-
-def test_no_ridge_is_tried_after_one_that_fits_noise(monkeypatch):
-    tried, solve = [], RankRows.solve
-    monkeypatch.setattr(RankRows, "solve", lambda rows, ridge: tried.append(ridge) or solve(rows, ridge))
-    projection = torch.nn.Linear(12, 3, bias=False)
-    rows, x = RankRows(projection.weight.detach().clone()), torch.randn(30, 12)
-    rows.add(x, torch.randn(30, 3))
-    other = torch.randn(200, 12)
-    refit(
-        ["a"], [projection], [rows], [([other], projection(other).detach())], (10.0, 1e-2, 1e-5), ALONE, torch.float32
-    )
-    assert tried == [10.0, 1e-2]
-
-
-@pytest.mark.parametrize("inputs", ["zero", "few tokens"])
-def test_products_that_are_singular(inputs):
-    """What the inputs do not say stays as it was; where they say nothing at all so does everything."""
-    projection = torch.nn.Linear(8, 4, bias=False)
-    prior = projection.weight.detach().clone()
-    x = torch.randn({"zero": 30, "few tokens": 5}[inputs], 8) * (inputs != "zero")
-    y = torch.randn(len(x), 4)
-    rows = RankRows(prior)
-    rows.add(x, y)
-    (report,) = refit(["a"], [projection], [rows], [([x], y)], (1e-3,), ALONE, torch.float32)
-    if inputs == "zero":
-        assert report.ridge is None
-        assert torch.equal(projection.weight, prior)
-        return
-    assert report.error_after < 0.5 * report.error_before  # rarely above 0.01: of tokens that are nearly alike
-    outside = torch.linalg.svd(x).Vh[len(x) :]  # directions that no input has
-    assert torch.allclose(projection.weight @ outside.T, prior @ outside.T, atol=1e-2)
 
 
 def test_what_the_data_do_not_say_is_kept(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import sys
 from itertools import takewhile
 
@@ -24,60 +23,38 @@ from tests.helpers import (
     change_weights,
     changed_tensors,
     edit_json,
-    fresh_rng,
     invoke,
+    invoke_well,
     listing,
     one_sentence,
     refusal,
     save_llama,
-    save_pair,
+    training_command,
 )
 
 WORK = "out.ladderize-work"
 PLACE = ["dense", "ids.npy", "spd"]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A dense random model, its conversion, and windows of ids."""
-    return save_pair(tmp_path_factory.mktemp("made"), fresh_rng())
-
-
-@pytest.fixture
-def pair(made, tmp_path):
-    """The same for a test to change."""
-    return models_of(shutil.copytree(made, tmp_path, dirs_exist_ok=True))
-
-
-def models_of(folder):
-    return folder / "dense", folder / "spd"
-
-
-def command(pair, out, *options, data="ids.npy"):
+def command(pair, out, *options):
     dense, model = pair
     own = [] if "--no-verify" in options or "--verified" in options else ["--no-verify"]
     sizes = [] if "--samples" in options else ["--samples", 60, "--heldout", 12]
     options = [option for option in options if option != "--verified"]
     write = [] if "--write" in options else ["--write", "last"]
     return [
-        *("adapt", model, out, "--method", "align", "--distill-from", dense, "--data", dense.parent / data),
+        *("adapt", model, out, "--method", "align", "--distill-from", dense, "--data", dense.parent / "ids.npy"),
         *("--device", "cpu", *own, *sizes, *write, *options),
     ]
 
 
-def align(pair, out, *options, data="ids.npy"):
-    return invoke(*command(pair, out, *options, data=data))
+def align(pair, out, *options):
+    return invoke(*command(pair, out, *options))
 
 
-def aligned(pair, out, *options, **more):
+def aligned(pair, out, *options):
     """The same where nothing is to fail."""
-    outcome = align(pair, out, *options, **more)
-    assert outcome.code == 0, outcome.stderr
-    return outcome
-
-
-def bits(folder):
-    return (folder / "model.safetensors").read_bytes()
+    return invoke_well(*command(pair, out, *options))
 
 
 # ---- what is written and said ----
@@ -153,29 +130,30 @@ def test_write_best_writes_nothing_that_got_worse(pair, tmp_path, monkeypatch):
 # ---- killed, and several processes ----
 
 
-def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
-    aligned(pair, tmp_path / "whole")
+@pytest.mark.parametrize("method", ["align", "blocks"])
+def test_a_killed_run_ends_with_the_same_weights(place, tmp_path, monkeypatch, method):
+    """Killed when the first layer was saved."""
+    invoke_well(*training_command(method, place, tmp_path / "whole"))
     save, solved = LayerFiles.save, []
 
     def killed(self, layer, *rest):
         save(self, layer, *rest)
         solved.append(layer)
-        if len(solved) == 2:
+        if len(solved) == 1:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(LayerFiles, "save", killed)
-    assert align(pair, tmp_path / "out").code == 130
-    assert listing(tmp_path / WORK) == ["layer-00001.safetensors", "layer-00002.safetensors", "run.json"]
-    for options in (["--seed", 1], ["--train", "2:"]):
-        message = one_sentence(align(pair, tmp_path / "out", *options))
-        other = "layers" if "--train" in options else "options"
-        assert f"holds unfinished work of a run with another {other}" in message
-    again = aligned(pair, tmp_path / "out")
-    assert "layers up to 2 are already aligned" in again.stderr
-    assert "aligning 1 layers on 960 tokens" in again.stderr
-    assert solved == [1, 2, 3]
-    assert bits(tmp_path / "out") == bits(tmp_path / "whole")
-    assert WORK not in listing(tmp_path)
+    again = training_command(method, place, tmp_path / "out")
+    assert invoke(*again).code == 130
+    assert listing(tmp_path) == [WORK, "whole"]
+    assert listing(tmp_path / WORK) == ["layer-00000.safetensors", "run.json"]
+    message = one_sentence(invoke(*again, "--seed", 1))
+    assert "holds unfinished work of a run with another options" in message
+    assert "0 are already " in invoke_well(*again).stderr
+    assert solved == ([0, 1, 2, 3] if method == "align" else [0, 2])
+    written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "whole")]
+    assert written[0] == written[1]
+    assert listing(tmp_path) == ["out", "whole"]
 
 
 def test_two_processes_solve_the_same_weights(pair, tmp_path):
@@ -220,41 +198,23 @@ def test_two_processes_solve_the_same_weights(pair, tmp_path):
         (["--lr", 1e-3], 2, "--lr has no effect with --method align"),
     ],
 )
-def test_what_is_refused(made, tmp_path, options, code, message):
-    assert message in refusal(*command(models_of(made), tmp_path / "out", *options), code=code)
-    assert listing(tmp_path) == []
+def test_what_is_refused(pair, tmp_path, options, code, message):
+    assert message in refusal(*command(pair, tmp_path / "out", *options), code=code)
+    assert listing(tmp_path) == PLACE
 
 
-def test_layers_and_out_are_looked_at_before_the_data(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(rewrite, "training_windows", lambda *_: pytest.fail("the data were read"))
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("mine")
-    assert "--train: 9 is" in one_sentence(align(models_of(made), tmp_path / "new", "--train", "9"))
-    assert "is not empty" in one_sentence(align(models_of(made), tmp_path / "out"))
-    assert listing(tmp_path) == ["out"]
-
-
-@pytest.mark.parametrize("case", ["no teacher", "dense student", "converted teacher", "other shape", "other rope"])
-def test_models_that_do_not_belong_together(pair, tmp_path, case):
+def test_models_that_do_not_belong_together(pair, tmp_path):
     dense, model = pair
-    messages = {
-        "no teacher": "--method align needs --distill-from DENSE",
-        "dense student": "is dense",
-        "converted teacher": "is not dense (4 layers: spd 1:4 (sync_tp_size 4)); name the model that",
-        "other shape": "shapes; name the model that",
-        "other rope": "in its rope; name the model that",
-    }
-    if case == "no teacher":
-        outcome = invoke("adapt", model, tmp_path / "out", "--method", "align", "--data", tmp_path / "ids.npy")
-        assert outcome.code == 2
-    else:
-        other = save_llama(tmp_path / "other", seed=5, **({"intermediate_size": 64} if case == "other shape" else {}))
-        if case == "other rope":
-            edit_json(other / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-        pairs = {"dense student": (dense, other), "converted teacher": (model, model)}
-        outcome = align(pairs.get(case, (other, model)), tmp_path / "out", data="../" + tmp_path.name + "/ids.npy")
-        assert outcome.code == 1
-    assert messages[case] in one_sentence(outcome)
+    wide = save_llama(tmp_path / "wide", seed=5, intermediate_size=64)
+    turned = save_llama(tmp_path / "turned", seed=5)
+    edit_json(turned / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    for teacher, student, message in (
+        (dense, dense, "is dense"),
+        (model, model, "is not dense (4 layers: spd 1:4 (sync_tp_size 4)); name the model that"),
+        (wide, model, "shapes; name the model that"),
+        (turned, model, "in its rope; name the model that"),
+    ):
+        assert message in refusal(*command((teacher, student), tmp_path / "out"))
     assert not {"out", WORK} & set(listing(tmp_path))
 
 
@@ -265,7 +225,7 @@ def test_a_dense_model_that_is_not_the_source_is_refused(pair, tmp_path, same):
     stranger = save_llama(tmp_path / "stranger", seed=6)
     source = all_tensors(pair[0])
     change_weights(stranger, lambda name, weight: source[name] if any(part in name for part in same) else weight)
-    outcome = align((stranger, pair[1]), tmp_path / "out", data="../" + tmp_path.name + "/ids.npy")
+    outcome = align((stranger, pair[1]), tmp_path / "out")
     if len(same) == 2:
         assert outcome.code == 0, outcome.stderr
         return

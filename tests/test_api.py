@@ -8,14 +8,9 @@ import pytest
 
 import ladderize
 from tests import warm
-from tests.helpers import ROOT, save_llama
+from tests.helpers import ROOT
 
 PACKAGE = ROOT / "ladderize"
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return save_llama(tmp_path_factory.mktemp("api") / "dense")
 
 
 # ---- the names ----
@@ -37,38 +32,14 @@ def test_import_is_light():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-# ---- convert_checkpoint ----
-
-
-def test_modes_without_a_name_are_in_the_recipe_of_the_output(dense, tmp_path):
-    layout = ladderize.Layout(("overlapped", "blocking", "overlapped", "dropped"), ("blocking",) * 4, 2)
-    ladderize.convert_checkpoint(dense, tmp_path / "a", layout, verify=False)
-    recipe = ladderize.read_recipe(tmp_path / "a" / "ladderize.yaml")
-    assert recipe == ladderize.Recipe(sync_tp_size=2, attention_sync=layout.attention_sync, mlp_sync=layout.mlp_sync)
-    again = ladderize.convert_checkpoint(dense, tmp_path / "b", recipe, verify=False)
-    assert again.attention_sync == list(layout.attention_sync)
-
-
 # ---- options check themselves ----
-
-
-def retraining(**given):
-    data = (str(ROOT / "constraints.txt"),)  # any file that is there
-    options = ladderize.RetrainOptions(**{"data": data, "max_steps": 1, **given})
-    options.check()
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: ladderize.GenerateOptions(dtype="int8"), "--dtype int8 is not one of auto, float32"),
-        (lambda: ladderize.GenerateOptions(tp_size="2"), "--tp-size must be an integer of at least 1, not '2'"),
-        (lambda: ladderize.Sampling(temperature=-1.0), "--temperature must be a finite number of at least 0"),
         (lambda: ladderize.EvalOptions(perplexity="a.txt", limit=3).check(), "--limit has no effect without --tasks"),
-        (lambda: ladderize.BlockwiseOptions(data="a.jsonl", lr=-1.0), "--lr must be a finite number of at least 0"),
-        (lambda: ladderize.SpdOptions("a.txt", sync_tp_size=1), "--sync-tp-size must be an integer of at least 2"),
-        (lambda: retraining(method="blocks"), "--method blocks has options of its own"),
-        (lambda: retraining(lora_rank=0), "--lora-rank must be an integer of at least 1"),
         (lambda: ladderize.generate("m", []), "there is nothing to continue"),
     ],
 )
@@ -78,17 +49,17 @@ def test_options_that_cannot_be_meant(make, message):
     assert message in str(caught.value)
 
 
-def test_a_gpu_that_is_not_there(dense, tmp_path, monkeypatch):
+def test_a_gpu_that_is_not_there(made_llama, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     (tmp_path / "a.txt").write_text("text")
     calls = [
-        lambda: ladderize.generate(dense, ["a"], ladderize.GenerateOptions(device="cuda")),
-        lambda: ladderize.evaluate([dense], ladderize.EvalOptions(perplexity=str(tmp_path / "a.txt"), device="cuda:1")),
-        lambda: ladderize.measure_sensitivity(dense, ladderize.SensitivityOptions("a", sync_tp_size=2, device="cuda")),
-        lambda: ladderize.spd(
-            dense, tmp_path / "o", ladderize.SpdOptions(str(tmp_path / "a.txt"), device="cuda", sync_tp_size=2)
+        lambda: ladderize.generate(made_llama, ["a"], ladderize.GenerateOptions(device="cuda")),
+        lambda: ladderize.evaluate(
+            [made_llama], ladderize.EvalOptions(perplexity=str(tmp_path / "a.txt"), device="cuda:1")
         ),
-        lambda: ladderize.bench(ladderize.ModelChoice(models=(str(dense),)), ladderize.BenchOptions(device="cuda")),
+        lambda: ladderize.bench(
+            ladderize.ModelChoice(models=(str(made_llama),)), ladderize.BenchOptions(device="cuda")
+        ),
     ]
     for call in calls:
         with pytest.raises(ladderize.UserError, match=r"--device cuda(:1)?, but torch sees no GPUs here"):

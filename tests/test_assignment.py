@@ -1,38 +1,30 @@
-"""Heads and neurons on other ranks, tensors with other values: what the converter writes, and what it refuses."""
+"""Heads and neurons on other ranks: what the converter writes, and what it refuses."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file, save_file
 
 from ladderize import convert_checkpoint, load
 from ladderize.checkpoint.opening import read_checkpoint
-from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
-from ladderize.convert.assignment import AssignmentReport, RankAssignment, read_assignment
+from ladderize.convert.assignment import RankAssignment
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
-from ladderize.errors import UserError
 from tests.helpers import (
     BIASES,
     SHAPE,
     all_tensors,
     edit_json,
     edit_tensors,
-    invoke_well,
     listing,
     random_ids,
     random_ranks,
     refusal,
     save_llama,
 )
-from tests.oracle import Oracle
 
-DENSE, SPD = Recipe(dense=True), Recipe(spd="1:3", sync_tp_size=4)
 HEADS, KV_HEADS = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
 NEURONS = SHAPE["intermediate_size"]
 
@@ -104,9 +96,6 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
         return load(folder)(ids).logits
 
 
-# ---- orders ----
-
-
 # ---- written checkpoints ----
 
 
@@ -119,7 +108,9 @@ def test_the_dense_function_does_not_change(tmp_path, monkeypatch, extra, shards
     monkeypatch.setattr("ladderize.checkpoint.writing.READ_AT_ONCE", chunk)  # many chunks to a head, and one
     source, kv_heads = save_llama(tmp_path / "src", shards=shards, **extra), extra.get("num_key_value_heads", KV_HEADS)
     found = assignment_for(source, range(4), kv_heads=kv_heads)
-    report = convert_checkpoint(source, tmp_path / "out", DENSE, changes=Changes(assignment=found), verify=False)
+    report = convert_checkpoint(
+        source, tmp_path / "out", Recipe(dense=True), changes=Changes(assignment=found), verify=False
+    )
     assert report.weights["rewritten"] == len(report.weight_files_rewritten)
     written, expected = all_tensors(tmp_path / "out"), permuted(all_tensors(source), found, kv_heads)
     assert set(written) == set(expected)
@@ -129,63 +120,6 @@ def test_the_dense_function_does_not_change(tmp_path, monkeypatch, extra, shards
     assert sum("q_proj.weight" in name for name in moved) == 4
     ids = random_ids(2, 9)
     torch.testing.assert_close(logits(tmp_path / "out", ids), logits(source, ids), rtol=1e-5, atol=1e-4)
-
-
-def test_only_touched_files_are_rewritten(tmp_path):
-    source = save_llama(tmp_path / "src", shards=4)
-    places = {name: tensor.file for name, tensor in read_checkpoint(source).tensors.items()}
-    touched = {
-        file for name, file in places.items() if name.startswith(("model.layers.2.self_attn.", "model.layers.2.mlp."))
-    }
-    files = set(places.values())
-    assert len(touched) < len(files)
-    found = assignment_for(source, [2])
-    report = convert_checkpoint(source, tmp_path / "out", SPD, changes=Changes(assignment=found))
-    assert report.weights == {"rewritten": len(touched), "linked": len(files - touched)}
-    assert set(report.weight_files_rewritten) == touched
-    for file in files:
-        assert (tmp_path / "out" / file).samefile(source / file) == (file not in touched)
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["weight_map"] == places
-
-
-@pytest.mark.parametrize("extra", [{}, BIASES], ids=str)
-def test_spd_with_a_map_is_spd_of_permuted_weights(tmp_path, extra):
-    source = save_llama(tmp_path / "src", **extra)
-    found = assignment_for(source, [1, 2])
-    convert_checkpoint(source, tmp_path / "mapped", SPD, changes=Changes(assignment=found), verify=False)
-    convert_checkpoint(source, tmp_path / "plain", SPD, verify=False)
-    ids, model = random_ids(2, 7), load(tmp_path / "plain")
-    before = model(ids).logits.detach()
-    model.load_state_dict(permuted(all_tensors(source), found))
-    result = logits(tmp_path / "mapped", ids)
-    assert torch.equal(result, model(ids).logits)
-    torch.testing.assert_close(result, Oracle(model.state_dict(), model.config)(ids)[0], rtol=1e-4, atol=2e-5)
-    assert not torch.allclose(result, before, rtol=1e-3, atol=1e-3)  # where syncs are dropped, the order matters
-
-
-def test_a_dtype_that_some_files_have_already_links_those(tmp_path):
-    source = save_llama(tmp_path / "src", shards=3, dtype=torch.bfloat16)
-    file = source / "model-00002-of-00003.safetensors"
-    save_file({name: tensor.float() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
-    report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="2:", dtype="bfloat16"), verify=False)
-    assert report.weight_files_rewritten == [file.name]
-    assert report.weights == {"linked": len(report.weight_files) - 1, "rewritten": 1}
-    assert {tensor.dtype for tensor in all_tensors(tmp_path / "out").values()} == {torch.bfloat16}
-
-
-def test_an_assigned_model_says_so_and_is_not_assigned_again(llama, tmp_path):
-    """tests/test_assign.py makes it again of its record."""
-    found = assignment_for(llama, [1, 2])
-    found.report[1] = AssignmentReport(0.5, 0.25)
-    path = save_assignment(found, tmp_path / "assignment_made_before.json")
-    spd = ("--spd", "1:3", "--sync-tp-size", "4", "--no-verify")
-    invoke_well("convert", llama, tmp_path / "a", *spd, "--assignment", path)
-    assert read_assignment(tmp_path / "a" / "assignment.json") == found
-    card = (tmp_path / "a" / "README.md").read_text()
-    assert "The heads of layers 1:3 and the neurons of layers 1:3 lie in another order" in card
-    again = ("--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify")
-    assert "lies in the order of its own assignment.json" in refusal("convert", tmp_path / "a", tmp_path / "c", *again)
 
 
 # ---- refused assignments ----
@@ -199,16 +133,10 @@ def test_an_assigned_model_says_so_and_is_not_assigned_again(llama, tmp_path):
         ({"heads": {"4": list(range(8))}}, "names layer 4, but the model has 4 layers"),
         ({"heads": {"1": [0] * 8}}, "does not fit layer 1: its order is not a permutation of the heads 0 to 7 in"),
         ({"heads": {"1": [0, 2, 1, 3, 4, 5, 6, 7]}}, "heads of each KV head stay together"),
-        ({"heads": {"one": list(range(8))}}, "heads has the key 'one', which is not an integer"),
         ({"heads": {"1": [*range(7), True]}}, "heads.1[7] is True, but must"),
-        ({"heads": None}, "heads is None, but must be an object"),
-        ({"sync_tp_size": 0}, "sync_tp_size is 0"),
-        ({"neurons": None}, "neurons is None, but must be an object"),
-        ({"neurons": {"1": [0, 1]}}, "must be the ranks of a layer's neurons, with spaces between"),
         ({"neurons": {"1": "0 x"}}, "must be the ranks of a layer's neurons, with spaces between"),
         ({"neurons": {"1": "0 1 2 3"}}, f"not give each of the {NEURONS} neurons of the MLP a rank"),
         ({"neurons": {"1": " ".join(["0", "1", "2", "4"] * (NEURONS // 4))}}, "a rank from 0 to 3"),
-        ({"neurons": {"1": " ".join(["0", "1", "2", "2"] * (NEURONS // 4))}}, "every rank equally many"),
     ],
 )
 def test_assignments_that_do_not_fit(llama, tmp_path, changes, message):
@@ -225,19 +153,10 @@ def test_assignments_that_do_not_fit(llama, tmp_path, changes, message):
 def test_the_config_belongs_to_the_fingerprint(llama):
     """The same weights with another rope are another function; how a config says the same thing does not matter."""
     mine = fingerprint(read_checkpoint(llama))
-    found = {mine}
-    for changes in (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-        {"num_key_value_heads": 2},
-        {"rms_norm_eps": 1e-3},
-    ):
-        before = (llama / "config.json").read_text()
-        edit_json(llama / "config.json", **changes)
-        found.add(fingerprint(read_checkpoint(llama)))
-        (llama / "config.json").write_text(before)
-    assert len(found) == 4
     edit_json(llama / "config.json", rope_parameters=None, rope_theta=10000, rope_scaling=None, head_dim=None)
     assert fingerprint(read_checkpoint(llama)) == mine
+    edit_json(llama / "config.json", rope_theta=5e5)
+    assert fingerprint(read_checkpoint(llama)) != mine
 
 
 def test_fingerprints(tmp_path):
@@ -253,76 +172,3 @@ def test_fingerprints(tmp_path):
     before = mine(source)  # of 97 rows the one in the middle, since they are more than 4 KiB
     edit_tensors(source, lambda tensors: tensors["model.embed_tokens.weight"][48, 0].add_(1))
     assert mine(source) != before
-
-
-# ---- replacements ----
-
-
-def trained(folder: Path, names: list[str], dtype: torch.dtype, **shapes: tuple[int, ...]) -> dict[str, TensorInfo]:
-    """Other values for some tensors, in a file elsewhere; returns what ``replace`` takes."""
-    tensors = {name: torch.randn(shapes.get(name.split(".")[-2], (32, 32))).to(dtype) for name in names}
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "trained.safetensors")
-    found = read_header(folder, "trained.safetensors")
-    return {
-        name: TensorInfo(name, str(folder / info.file), info.dtype, info.shape, info.start, info.stop)
-        for name, info in found.items()
-    }
-
-
-O1, Q2, DOWN = (
-    "model.layers.1.self_attn.o_proj.weight",
-    "model.layers.2.self_attn.q_proj.weight",
-    "model.layers.1.mlp.down_proj.weight",
-)
-
-
-@pytest.mark.parametrize(
-    ("stored", "dtype"),
-    [(torch.float32, None), (torch.bfloat16, None), (torch.float16, "bfloat16"), (torch.float32, "bfloat16")],
-)
-def test_replacements(tmp_path, stored, dtype):
-    """They keep their own order of heads, take the dtype of what they replace, and only their files are rewritten."""
-    source = save_llama(tmp_path / "src", shards=4, dtype=torch.bfloat16 if dtype is None else torch.float32)
-    replace = trained(tmp_path / "adapted", [O1, DOWN], stored, down_proj=(32, 48))
-    found = assignment_for(source, [1])
-    extra = {"eval.json": "{}\n", "generation_config.json": '{"mine": 1}'}
-    report = convert_checkpoint(
-        source,
-        tmp_path / "out",
-        Recipe(spd="1:3", sync_tp_size=4, dtype=dtype),
-        changes=Changes(replace=replace, assignment=found, record={"distillation": {"blocks": [1]}}, extra_files=extra),
-        verify=stored == torch.float32 and dtype is None,
-    )
-    values = load_file(tmp_path / "adapted" / "trained.safetensors")
-    written, old = all_tensors(tmp_path / "out"), all_tensors(source)
-    for name, tensor in (permuted(old, found) | values).items():
-        assert torch.equal(written[name], tensor.to(getattr(torch, dtype) if dtype else old[name].dtype)), name
-    if dtype is None:
-        files = {
-            tensor.file
-            for name, tensor in read_checkpoint(source).tensors.items()
-            if name == DOWN or "layers.1.self_attn" in name or "layers.1.mlp" in name
-        }
-        assert set(report.weight_files_rewritten) == files != set(report.weight_files)
-    assert report.replaced_tensors == sorted([O1, DOWN])
-    record = yaml.safe_load((tmp_path / "out" / "ladderize.yaml").read_text())
-    assert (record["distillation"], record["replaced_tensors"]) == ({"blocks": [1]}, sorted([O1, DOWN]))
-    assert {name: (tmp_path / "out" / name).read_text() for name in extra} == extra
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "2 tensors have other values" in card
-
-
-def test_replacements_that_do_not_fit(llama, tmp_path):
-    good = trained(tmp_path / "new", [O1], torch.float32)
-    for replace, message in (
-        ({"model.layers.9.x": good[O1]}, "has no such tensor"),
-        (trained(tmp_path / "a", [Q2], torch.float32, q_proj=(32, 16)), r"is F32 \[32, 16\] instead of floats"),
-        (trained(tmp_path / "b", [O1], torch.int8), "is I8"),
-    ):
-        with pytest.raises(UserError, match=message):
-            convert_checkpoint(llama, tmp_path / "out", SPD, changes=Changes(replace=replace))
-    (tmp_path / "new" / "trained.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match="became shorter"):
-        convert_checkpoint(llama, tmp_path / "out", SPD, changes=Changes(replace=good))
-    assert "out" not in listing(tmp_path)

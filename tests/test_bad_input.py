@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.boundary import DEBUG
 from ladderize.demo.inputs import MODEL
-from tests.helpers import ROOT, change_json, edit_json, edit_tensors, invoke, invoke_well, listing, refusal, save_llama
+from tests.helpers import change_json, edit_json, edit_tensors, invoke, invoke_well, listing, refusal, save_llama
 
 
 def refused(source, out, *options, code=1):
@@ -66,12 +65,6 @@ def fifo(name):
     return change
 
 
-def header(content):
-    return lambda source: (source / "model.safetensors").write_bytes(
-        len(content).to_bytes(8, "little") + content.encode()
-    )
-
-
 def missing(key):
     return lambda source: change_json(source / "config.json", lambda found: found.pop(key))
 
@@ -80,49 +73,22 @@ def gone(*names):
     return lambda source: [(source / name).unlink() for name in names or listing(source)]
 
 
-def infinite(source):
-    path = source / "config.json"
-    assert "1e-06" in path.read_text()
-    path.write_text(path.read_text().replace("1e-06", "1e999"))
-
-
 Q = "model.layers.1.self_attn.q_proj.weight"
 DEEP = '{"a": ' + "[" * 5000 + "]" * 5000 + "}"
 DAMAGE = {
     "empty folder": (gone(), "is empty"),
     "no config": (gone("config.json"), "no config.json"),
     "config is not JSON": (text("config.json", "{"), "not valid JSON"),
-    "config is a list": (text("config.json", "[]"), "holds a list where an object is expected"),
-    "config is null": (text("config.json", "null"), "holds null where an object is expected"),
-    "header is a list": (header("[]"), "is truncated or not a safetensors file"),
     "no hidden size": (missing("hidden_size"), "config.json: hidden_size is missing, but must be a positive integer"),
     "hundreds of digits": (config(hidden_size=10**400), r"hidden_size is 10{59}\.\.\., but must be"),
-    "NaN in config": (config(rms_norm_eps=float("nan")), "holds NaN"),
-    "infinite number": (infinite, "holds 1e999, which is not a number"),
-    "text for a number": (config(hidden_size="32"), "hidden_size is '32'"),
     "no layers": (config(num_hidden_layers=0), "num_hidden_layers is 0"),
-    "a billion layers": (config(num_hidden_layers=10**9), "at most 10,000"),
-    "astronomical": (config(hidden_size=10**40), "a positive integer of at most"),
     "heads": (config(num_key_value_heads=3), "cannot share 3 key-value heads"),
-    "not a known family": (config(model_type="gpt2"), "this is a gpt2, which ladderize does not convert"),
     "escape sequences": (config(model_type="\x1b[31mred\x07"), r"this is a \\x1b\[31mred\\x07, which"),
-    "endless name": (config(model_type="x" * 9000), r"this is a x+ \[\.\.\.\] x+, which"),
     "no model type": (config(model_type=None), "model without model_type"),
-    "quantised": (config(quantization_config={"quant_method": "gptq"}), "no projection is quantised"),
     "deeply nested": (text("config.json", DEEP), "nested too deeply"),
     "config is a FIFO": (fifo("config.json"), "config.json is not a regular file"),
     "weights are a FIFO": (fifo("model.safetensors"), "is not a regular file"),
-    "any file is a FIFO": (fifo("notes.txt"), "notes.txt is not a regular file"),
     "rope": (config(rope_parameters={"rope_type": "magic"}), "'magic', which is not one of default, linear"),
-    "rope without a factor": (config(rope_parameters={"rope_type": "linear"}), "a rope_type of linear needs factor"),
-    "rope of another kind": (config(rope_scaling=[2]), "must be an object"),
-    "rope of text": (
-        config(rope_parameters={"rope_type": "linear", "factor": "2"}),
-        "factor is '2', but must be a positive number",
-    ),
-    "dtype of a number": (config(dtype=1e308), r"dtype is '1e\+308', but must be one of float32"),
-    "no epsilon": (config(rms_norm_eps=None), "rms_norm_eps is None, but must be a positive number"),
-    "no positions": (config(max_position_embeddings="many"), "max_position_embeddings is 'many'"),
     "pickle only": (
         lambda source: (source / "model.safetensors").rename(source / "pytorch_model.bin"),
         "only pickle weights.*save_pretrained",
@@ -130,8 +96,6 @@ DAMAGE = {
     "no weights": (gone("model.safetensors"), "holds neither"),
     "truncated": (weights(lambda raw: raw[:-9]), "is truncated"),
     "eight bytes": (weights(b"\xff" * 8), "truncated or not a safetensors"),
-    "empty file": (weights(b""), "truncated or not a safetensors"),
-    "trailing bytes": (weights(lambda raw: raw + b"more"), "is truncated or not a safetensors file"),
     "header lies": (norm_entry(shape=[320]), "is truncated or not a safetensors file"),
     "header overlaps": (norm_entry(data_offsets=[0, 128]), "is truncated or not a safetensors file"),
     "negative shape": (norm_entry(shape=[-32]), "integer `-32`, expected usize"),
@@ -169,16 +133,6 @@ def test_every_command_refuses_a_damaged_model(llama, tmp_path, command, name):
     assert listing(tmp_path) == ["ids.npy", "src"]
 
 
-def test_a_source_file_that_is_none(llama, tmp_path):
-    (llama / "sub").mkdir()
-    (llama / "sub" / "lost.json").symlink_to("nowhere")
-    assert "lost.json: no such file or directory" in refused(llama, tmp_path / "out")
-    (llama / "sub" / "lost.json").unlink()
-    os.mkfifo(llama / "sub" / "pipe.json")
-    assert "pipe.json is not a regular file" in refused(llama, tmp_path / "out")
-    assert listing(tmp_path) == ["src"]
-
-
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damaged_source(llama, tmp_path, name):
     damage, message = DAMAGE[name]
@@ -210,17 +164,11 @@ def test_index_that_leads_astray(tmp_path, entry, message):
     ("options", "code", "message"),
     [
         (["--ladder", "2:9"], 1, "out of range for a model of 4 layers"),
-        (["--ladder", "3:1"], 1, "3:1 is empty or out of range"),
-        (["--ladder", ""], 2, "is not a range of layers"),
-        (["--ladder", "0:4:2"], 2, "without steps"),
         (["--spd", "all", "--sync-tp-size", "3"], 1, "3 does not divide the 8 attention heads; this model takes 1, 2"),
         (["--spd", "all"], 2, "needs --sync-tp-size"),
-        (["--delayed", "all"], 2, "needs --sync-tp-size"),
         (["--delayed", "1:", "--ladder", "2", "--sync-tp-size", "4"], 1, "exclude each other, and both name 2"),
         (["--sync-tp-size", "4"], 2, "no effect without --delayed or --spd"),
-        (["--ladder", "2:", "--sync-tp-size", "4"], 2, "no effect without --delayed or --spd"),
         (["--dense", "--ladder", "2:"], 2, "does not go with"),
-        (["--ladder", "2:", "--dtype", "int8"], 2, "'int8' is not one of"),
         ([], 1, "nothing to convert"),
         (["--ladder", "2:", "--revision", "main"], 1, "has no revisions"),
     ],
@@ -234,16 +182,10 @@ def test_wrong_options(llama, tmp_path, options, code, message):
     ("text", "message"),
     [
         ("lader: 2:4", "unknown key 'lader'; known are ladder,"),
-        ("zzz: 1", "known are ladder"),
         ("ladder: 2.5", "write ranges"),
         ("", "holds no recipe"),
-        ("- 1", "holds no recipe"),
-        ("ladder: [", "not valid YAML"),
-        ("ladder: 1\nladder: 2", "the key 'ladder' stands twice"),
         ("sync_tp_size: 4", "no effect without"),
         ("spd: all\nsync_tp_size: '4'", "is '4', but must be of type int"),
-        ("dense: 1", "must be of type bool"),
-        ("ladder: true", "write ranges"),
         ("!!python/object/apply:os.system ['true']", "not valid YAML"),
     ],
 )
@@ -262,18 +204,14 @@ def test_recipe_and_options_together(llama, tmp_path):
 
 
 def test_missing_source(tmp_path):
-    for name in ("/no/such/folder", "./nowhere", "a/b/c"):
-        assert "does not exist" in refused(name, tmp_path / "out")
+    assert "does not exist" in refused("/no/such/folder", tmp_path / "out")
     assert "hub" in refused("nobody/nothing", tmp_path / "out")
     (tmp_path / "file").touch()
     assert "is not a folder" in refused(tmp_path / "file", tmp_path / "out")
-    assert listing(tmp_path) == ["file"]
-    assert "/dev/null is not a folder" in refused("/dev/null", tmp_path / "out")
-    (tmp_path / "folder").mkdir()
-    for path in (tmp_path / "model.gguf", tmp_path / "folder" / "model.gguf"):
-        path.touch()
-        for source in {path, path.parent if path.parent != tmp_path else path}:
-            assert "model.gguf is a GGUF file" in refused(source, tmp_path / "out")
+    (tmp_path / "model.gguf").touch()
+    for source in (tmp_path, tmp_path / "model.gguf"):
+        assert "model.gguf is a GGUF file" in refused(source, tmp_path.parent / "out")
+    assert listing(tmp_path) == ["file", "model.gguf"]
 
 
 def test_wrong_targets(llama, tmp_path):
@@ -290,6 +228,7 @@ def test_wrong_targets(llama, tmp_path):
         (tmp_path / "file" / "out", [], "takes no files"),
         (Path("/proc/out"), [], "takes no files"),  # root may write anywhere, but here
         (tmp_path / "full", ["--overwrite"], "is not a checkpoint"),
+        ("", ["--overwrite"], "OUT is empty"),
     ]
     for out, options, message in cases:
         assert message in refused(llama, out, "--ladder", "2:", *options)
@@ -299,29 +238,14 @@ def test_wrong_targets(llama, tmp_path):
     assert (tmp_path / "full" / "thesis.tex").read_text() == "years of work"
 
 
-def test_empty_names(llama, tmp_path, monkeypatch):
-    monkeypatch.chdir(llama)
-    assert "OUT is empty" in refused(llama, "")
-    assert "name of the checkpoint is empty" in refused("", tmp_path / "out")
-    assert "name of the checkpoint is empty" in refusal("inspect", " ")
-    assert "is not a regular file" in refused(llama, tmp_path / "out", "--recipe", "")
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "sub/notes.txt"])
+def test_a_link_to_nothing(llama, tmp_path, name):
+    path = llama / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to("nowhere")
+    assert path.name in refused(llama, tmp_path / "out")
     assert listing(tmp_path) == ["src"]
-
-
-@pytest.mark.parametrize(
-    "name", ["config.json", "model.safetensors", "model.safetensors.index.json", "shard.safetensors"]
-)
-@pytest.mark.parametrize("target", ["nowhere", None], ids=["nothing", "itself"])
-def test_a_link_to_nothing(llama, tmp_path, name, target):
-    if name != "config.json":
-        (llama / "model.safetensors").unlink()
-    if name == "shard.safetensors":
-        index = {"weight_map": {"model.norm.weight": name}}
-        (llama / "model.safetensors.index.json").write_text(json.dumps(index))
-    (llama / name).unlink(missing_ok=True)
-    (llama / name).symlink_to(target or name)
-    for said in (refused(llama, tmp_path / "out"), refusal("inspect", llama)):
-        assert name in said
 
 
 def test_weights_that_are_links_into_out(llama, tmp_path):
@@ -339,42 +263,10 @@ def test_an_adapter_beside_the_weights(llama, tmp_path):
     assert "holds a PEFT adapter" in refused(llama, tmp_path / "out")
 
 
-def test_sync_tp_size_of_another_kind(llama, tmp_path):
-    invoke_well("convert", llama, tmp_path / "a", "--spd", "all", "--sync-tp-size", "4", "--no-verify")
-    for value in ("4", 4.0, True, 0, -2):
-        edit_json(tmp_path / "a" / "config.json", sync_tp_size=value)
-        assert "must be a positive integer" in refusal("inspect", tmp_path / "a"), value
-
-
-def test_debug_shows_the_traceback(tmp_path, monkeypatch):
-    monkeypatch.setenv(DEBUG, "")  # main sets it; put back after the test
-    with pytest.raises(Exception, match="does not exist"):
-        invoke("--debug", "convert", "/no/such/folder", tmp_path / "out", "--ladder", "2:")
-
-
 def test_a_broken_pipe_is_no_error(llama):
     command = f"{sys.executable} -m ladderize inspect {llama} --layers | head -1 >/dev/null; echo ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert "Traceback" not in result.stderr
-
-
-def test_inspect_bad_input(llama, tmp_path):
-    assert "does not exist" in refusal("inspect", tmp_path / "nothing")
-    assert "does not divide the 8 attention heads" in refusal("inspect", llama, "--tp-size", "3")
-
-
-def test_an_argument_that_is_no_text():
-    assert "is not UTF-8 text" in refusal("generate", MODEL, "-p", "caf\udce9", code=2)
-
-
-def test_text_in_a_locale_that_cannot_show_it(llama):
-    """What is no text of the locale is shown by its number."""
-    (llama.parent / "gr\u00fc\U0001f642").symlink_to(llama)
-    given = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "1"}
-    command = [sys.executable, "-m", "ladderize", "inspect", str(llama.parent / "gr\u00fc\U0001f642")]
-    result = subprocess.run(command, capture_output=True, env=given, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    assert b"\\U0001f642" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -395,12 +287,7 @@ def test_a_tokenizer_on_which_its_library_panics(tmp_path):
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     edit_json(tmp_path / "m" / "tokenizer.json", pre_tokenizer=split)
     hard = "a" * 39 + "b"
-    (tmp_path / "text.txt").write_text(hard)
-    for command in (
-        ["generate", tmp_path / "m", "-p", hard],
-        ["eval", tmp_path / "m", "--perplexity", tmp_path / "text.txt"],
-    ):
-        outcome = invoke(*command)
-        assert outcome.code == 1
-        assert "the tokenizers library gave up" in outcome.stderr
-        assert "Traceback" not in outcome.stderr
+    outcome = invoke("generate", tmp_path / "m", "-p", hard)
+    assert outcome.code == 1
+    assert "the tokenizers library gave up" in outcome.stderr
+    assert "Traceback" not in outcome.stderr

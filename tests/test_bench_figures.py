@@ -1,27 +1,18 @@
-"""What the figures of the benchmarks are made of: links, messages, traces, intervals."""
+"""What the figures of the benchmarks are made of: links, emulated messages, traces, intervals."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ladderize.errors import UsageError, UserError
-from ladderize.layout import Layout
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.bench import document, report
-from ladderize.runtime.bench import run as bench_run
-from ladderize.runtime.bench.document import Overlap, PhaseCommunication
-from ladderize.runtime.bench.reference_check import text_lengths
-from ladderize.runtime.bench.rounds import ExpectedMessages, expected_messages, read_sums, sent_sums
+from ladderize.runtime.bench.document import PhaseCommunication
 from ladderize.runtime.bench.trace import Flight, cpu_flights, flights_of, gpu_flights, overlap_of
-from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.emulated import Emulated, emulate
 from ladderize.runtime.collectives.links import Link, known_interconnects, read_interconnect
-from ladderize.runtime.schedule import SEQUENTIAL, Schedule
-from ladderize.runtime.shards import Shape
 from tests.groups import traced_swaps
-from tests.helpers import SHAPE
 
 REFERENCE = Path(__file__).parent.parent.parent / "shared" / "reference"
 
@@ -71,38 +62,6 @@ def test_emulated_messages_take_turns(monkeypatch):
     assert slept == pytest.approx([102, 104])
     assert emulated.all_gather(x).shape == (4,)
     assert slept[-1] == pytest.approx(104 + 1 + 4)
-
-
-def test_expected_messages_of_uneven_parts():
-    shape = Shape.from_config({**SHAPE, "hidden_size": 8}, tp_size=2, rank=1)
-    whole = Shape.from_config({**SHAPE, "hidden_size": 8}, tp_size=2, rank=1, replicate_vocab=True)
-    # 5 rows of 10 tokens in parts of 2, 2 and 1: 3 sums, and the embedding's
-    domino = Schedule("domino", 3)
-    assert expected_messages(shape, 3, 4, domino, 5, 10) == ExpectedMessages(3 * (3 + 1), 4 * 5 * 10 * 8 * 4)
-    assert expected_messages(shape, 3, 4, domino, 1, 2) == ExpectedMessages(2 * (3 + 1), 4 * 2 * 8 * 4)
-    assert expected_messages(whole, 3, 2, SEQUENTIAL, 5, 10) == ExpectedMessages(3, 3 * 5 * 10 * 8 * 2)
-
-
-def test_sums_whose_gradient_comes_back():
-    """The rule of bench/rounds.py, against a walk that notes who reads what."""
-    for _ in range(30):
-        layers = int(torch.randint(1, 5, ()))
-        attention = [("blocking", "overlapped", "dropped")[i] for i in torch.randint(3, (layers,)).tolist()]
-        mlp = [("blocking", "overlapped")[i] for i in torch.randint(2, (layers,)).tolist()]
-        layout = Layout(tuple(attention), (*mlp[:-1], "blocking"), 2 if "dropped" in attention else None)
-        modes = [mode for pair in zip(layout.attention_sync, layout.mlp_sync, strict=True) for mode in pair]
-        x, pending, read = "embedding", None, set()
-        for number, mode in enumerate(modes):
-            read.add(x)
-            if pending is not None:
-                x, pending = pending, None
-            if mode == "blocking":
-                x = number
-            elif mode == "overlapped":
-                pending = number
-        read.add(x)
-        assert read_sums(layout) == len(read - {"embedding"})
-        assert sent_sums(layout) == sum(mode != "dropped" for mode in modes)
 
 
 def span(name, ts, dur, **extra):
@@ -179,21 +138,6 @@ def test_nothing_listens_to_a_profiler_that_has_stopped(tmp_path):
     assert distributed.run(traced_swaps, tmp_path, 5, tp_size=2, device="cpu", threads=1) == 5
 
 
-@pytest.mark.parametrize(
-    ("name", "promised", "proven"),
-    [("gloo", {"prefill"}, False), ("gloo", {"decode"}, None), ("shm", {"prefill"}, None)],
-)
-def test_what_a_trace_must_show(monkeypatch, name, promised, proven):
-    """Ranks copy messages of shared memory themselves: there is nothing in flight to be covered."""
-    monkeypatch.setattr(bench_run, "trace", lambda *arguments: {"prefill": Overlap(10.0, 0.0)})
-    collectives = Collectives()
-    collectives.name = name
-    timed = SimpleNamespace(model=SimpleNamespace(collectives=collectives), parts=("prefill",))
-    variant = SimpleNamespace(timed=timed, overlapping=promised, spec=SimpleNamespace(torch_dtype=torch.float32))
-    run = SimpleNamespace(group=SimpleNamespace(device=None))
-    assert bench_run.BenchRun.traced(run, variant, None)["prefill"].proven is proven
-
-
 def test_an_interval_holds_its_speed_up():
     """A round is slow in one of its phases, each in another round: no round is as fast as the medians."""
     slow_first, slow_last = [9.0, 9, 9, 1, 1, 1, 1], [1.0, 1, 1, 1, 9, 9, 9]
@@ -214,11 +158,3 @@ def test_an_interval_holds_its_speed_up():
 )
 def test_no_waiting_time_is_negative_or_clipped(exposed, interval, waited):
     assert report.waited_text(PhaseCommunication(4, 64, 20.0, 5.0, exposed, interval)) == waited
-
-
-def test_lengths_of_the_checked_texts():
-    assert text_lengths(131072, 128) == (128, 86, 32)
-    assert text_lengths(131072, 4096) == (256, 171, 32)  # a long reference would take as long as the benchmark
-    assert text_lengths(131072, 4) == (64, 43, 32)
-    assert text_lengths(64, 32) == (32, 22, 32)
-    assert text_lengths(2, 1) == (1, 1, 1)

@@ -5,17 +5,13 @@ import io
 import random
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
 
 import pytest
 
 from ladderize import console
 from ladderize.boundary import error_boundary
-from ladderize.console import Console, human_bytes, human_count
-from ladderize.demo.inputs import MODEL
+from ladderize.console import Console
 
 
 def test_a_table_on_a_terminal_fits_and_keeps_every_word(monkeypatch):
@@ -42,29 +38,6 @@ def test_progress_is_a_line_every_minute_where_there_is_no_terminal(monkeypatch)
                 advance(1, "loss 3.5")
     (line,) = stderr.getvalue().splitlines()
     assert re.search(r"^steps: +63%.*63/100 .*, loss 3\.5\]$", line)
-
-
-@pytest.mark.parametrize("work", [lambda: Console().progress("steps", 3), lambda: Console().stage("reading")])
-def test_a_step_that_takes_minutes_is_heard_of_where_there_is_no_terminal(work, monkeypatch):
-    monkeypatch.setattr(console, "LOG_INTERVAL_S", 0.2)
-    before = threading.active_count()
-    with contextlib.redirect_stderr(io.StringIO()) as stderr, work():
-        time.sleep(1.1)
-        lines = stderr.getvalue().splitlines()
-    assert len(lines) >= 3
-    assert threading.active_count() == before
-    assert all(re.search(r"^steps: +0%.*0/3|^reading", line) for line in lines)
-
-
-def test_a_library_is_silent_but_for_its_progress_now_and_then(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(console.time, "monotonic", lambda: now)
-    with contextlib.redirect_stderr(io.StringIO()) as stderr, Console().contained(bars=True):
-        print("chatter")
-        for percent in range(0, 100, 5):
-            now += 10
-            sys.stderr.write(f"\rrequests:  {percent}%|##  | {percent}/100")
-    assert [line.split()[1][:3] for line in stderr.getvalue().splitlines()] == ["25%", "55%", "85%"]
 
 
 def test_sigterm_ends_a_command_as_ctrl_c_does():
@@ -95,37 +68,3 @@ def test_sigterm_ends_a_command_as_ctrl_c_does():
 )
 def test_a_name_in_a_card_stays_code(name, shown):
     assert console.code_span(name) == shown
-
-
-def test_closed_streams():
-    """The next file that is opened does not take their place."""
-    command = [sys.executable, "-m", "ladderize", "inspect", str(MODEL)]
-    closed = subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command], capture_output=True, text=True)
-    assert closed.returncode == 0
-    silent = subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *command], capture_output=True, text=True)
-    assert silent.returncode == 0
-    assert "8 layers: dense" in silent.stdout
-
-
-def test_ctrl_c_while_libraries_tidy_up_shows_no_traceback():
-    code = """
-import atexit, signal
-from ladderize.boundary import error_boundary
-atexit.register(signal.raise_signal, signal.SIGINT)
-with error_boundary(debug=False):
-    print("done")
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "done\n", "")
-
-
-@pytest.mark.parametrize(
-    ("count", "in_bytes", "as_count"),
-    [
-        *((999, "999 B", "999"), (1000, "1 kB", "1k"), (999_499, "999 kB", "999k")),
-        *((999_500, "1 MB", "1M"), (999_999_999, "1 GB", "1B"), (2.5e12, "2.5 TB", "2.5T")),
-    ],
-)
-def test_three_digits_never_round_to_a_thousand(count, in_bytes, as_count):
-    assert human_bytes(count) == in_bytes
-    assert human_count(count) == as_count

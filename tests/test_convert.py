@@ -29,10 +29,8 @@ from tests.helpers import (
     invoke_json,
     invoke_well,
     listing,
-    random_ids,
     save_llama,
 )
-from tests.oracle import Oracle
 
 LADDER = Recipe(ladder="2:")
 LLAMA_3_ROPE = {
@@ -123,23 +121,6 @@ def test_values_too_large_for_the_dtype(llama, tmp_path, dtype, value):
     with pytest.raises(UserError, match=f"model.norm.weight has values too large for {dtype}"):
         convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", dtype=dtype), verify=False)
     assert listing(tmp_path) == ["src"]
-
-
-@pytest.mark.parametrize("extra", [{**BIASES, "head_dim": 16}, {"tie_word_embeddings": True, "num_key_value_heads": 8}])
-def test_llama_configs(tmp_path, extra):
-    """Llama 1 to 3.2: the converted model computes what the oracle says."""
-    source = save_llama(tmp_path / "src", **extra)
-    report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="1:", spd="0,2", sync_tp_size=4))
-    assert report.verified.forward == "finite"
-    assert all_tensors(tmp_path / "out").keys() == all_tensors(source).keys()
-    model = load(tmp_path / "out")
-    tied = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
-    assert tied == ("tie_word_embeddings" in extra)
-    ids = random_ids(1, 6)
-    with torch.no_grad():
-        torch.testing.assert_close(
-            model(ids).logits, Oracle(model.state_dict(), model.config)(ids)[0], rtol=1e-4, atol=2e-5
-        )
 
 
 def test_mixed_dtypes_stay_aligned(tmp_path):
@@ -289,10 +270,8 @@ def test_any_card_is_kept_and_breaks_nothing(llama, tmp_path, card, kept):
     ("text", "recipe"),
     [
         ("ladder: 16:32", Recipe(ladder="16:32")),  # YAML 1.1 reads 992 here
-        ("ladder: 1:30\nspd: 4\nsync_tp_size: 8", Recipe(ladder="1:30", spd="4", sync_tp_size=8)),
         ("spd: [4, '8:12', 010]\nsync_tp_size: 2", Recipe(spd="4,8:12,10", sync_tp_size=2)),
         ("ladder: '-16:'\ndtype: float16", Recipe(ladder="-16:", dtype="float16")),
-        ("dense: true", Recipe(dense=True)),
     ],
 )
 def test_recipes(tmp_path, text, recipe):
@@ -332,22 +311,16 @@ def test_a_hub_snapshot(llama, tmp_path, monkeypatch):
     load(tmp_path / "out")
 
 
-@pytest.mark.parametrize("recipe", [Recipe(ladder="2:"), Recipe(spd="all", sync_tp_size=4)])
-def test_inspect(llama, tmp_path, recipe):
+@pytest.mark.parametrize(("recipe", "ranks", "sums"), [(LADDER, 8, 8), (Recipe(spd="all", sync_tp_size=4), 4, 4)])
+def test_inspect(llama, tmp_path, recipe, ranks, sums):
     convert_checkpoint(llama, tmp_path / "out", recipe, verify=False)
     report = json.loads(invoke("inspect", tmp_path / "out", "--json").stdout)
-    message, ranks = 32 * 4, 4 if recipe.spd else 8
-    assert report["tp_size"] == ranks
-    assert report["dense"]["reduced_bytes"] == 8 * message
-    assert report["this"]["reduced_bytes"] == (4 if recipe.spd else 8) * message
-    assert report["this"]["sent_bytes"] == (4 if recipe.spd else 8) * (2 * (ranks - 1) * message // ranks)
-    assert report["this"]["blocking"] == 4
-    assert report["this"]["exposed_sent_bytes"] == 4 * (2 * (ranks - 1) * message // ranks)
+    message = 32 * 4
+    sent = 2 * (ranks - 1) * message // ranks
+    assert (report["tp_size"], report["dense"]["reduced_bytes"]) == (ranks, 8 * message)
+    told = {"reduced_bytes": sums * message, "sent_bytes": sums * sent, "blocking": 4, "exposed_sent_bytes": 4 * sent}
+    assert told.items() <= report["this"].items()
     assert report["parameters"] == sum(t.numel() for t in all_tensors(llama).values())
-    edit_json(tmp_path / "out" / "config.json", intermediate_size=50)  # 8 ranks no longer fit, 2 do
-    if not recipe.spd:
-        assert json.loads(invoke("inspect", tmp_path / "out", "--json").stdout)["tp_size"] == 2
-    edit_json(tmp_path / "out" / "config.json", intermediate_size=48)
     text = invoke_well("inspect", tmp_path / "out", "--layers")
     assert str(report["layout"]) in text.stdout
 

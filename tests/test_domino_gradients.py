@@ -10,13 +10,13 @@ from ladderize.adapt.train.options import Objective
 from ladderize.adapt.train.student import make_student, make_teacher, open_model, trained_tensors
 from ladderize.adapt.train.training_model import file_name
 from ladderize.checkpoint.opening import read_checkpoint
-from ladderize.layout import DROPPED, OVERLAPPED, Layout
+from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.training.batch import Batch
 from tests.domino_ranks import CPU, Case, gradients
-from tests.helpers import LAYOUTS, SHAPE, make_layout, make_model
+from tests.helpers import LAYOUTS, SHAPE, make_model
 
 TOLERANCE = 1e-5  # of the whole gradient; of one tensor three times that, for both sides round in float32
 SCHEDULES = [SEQUENTIAL, Schedule("domino"), Schedule("domino", 3)]
@@ -144,10 +144,7 @@ def check(expected, result, *, tolerance=TOLERANCE, losses=1e-5):
     }
     assert not wrong, sorted(wrong.items(), key=lambda item: -item[1])[:20]
     assert all(gradient.dtype == torch.float32 for gradient in result["gradients"].values())
-    check_nothing_is_left(result)
-
-
-def check_nothing_is_left(result):
+    # nothing is left
     assert result["open"] == 0  # every message was waited for
     assert result["made"] > 0
     assert result["alive"] == 0
@@ -156,7 +153,6 @@ def check_nothing_is_left(result):
 EVERYTHING = [  # every layout: (layout, number of its schedule, number of the variant)
     (layout, index % len(SCHEDULES), index % len(VARIANTS)) for index, layout in enumerate(LAYOUTS)
 ]
-ORDERED = [(layout, place) for layout in ("dense", "ladder all", "same layer") for place in (0, 1)]
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 SPECIAL = {
     "a rank without a vocabulary": ("dense", SCHEDULES[1], {"model": {"vocab_size": 9}, "tied": True, "teacher": True}),
@@ -199,17 +195,14 @@ def cases(place):
 
     for layout, number, variant in EVERYTHING:
         add((layout, number), layout, SCHEDULES[number], **VARIANTS[variant])
-    for layout, number in ORDERED:
-        add(("order", layout, number), layout, SCHEDULES[number])
     for name, (layout, schedule, variant) in SPECIAL.items():
         add(name, layout, schedule, **variant)
     torch.save(made, place / "cases.pt")
     return made
 
 
-def fits(layout, tp_size):
-    """Whether the virtual ranks of a layout can be shared out."""
-    return (LAYOUTS[layout][2] or tp_size) % tp_size == 0
+def layout_of(name):
+    return SPECIAL[name][0] if name in SPECIAL else name[0]
 
 
 @pytest.fixture(scope="module")
@@ -219,13 +212,13 @@ def results(place, cases):
     # Four ranks are slow on two cores.
     chosen = {
         1: {"auto": names[::5]},
-        2: {"gloo": names[1::2], "shm": [*names[::2], *(name for name in names[1::2] if name[0] == "order")]},
+        2: {"gloo": names[1::2], "shm": names[::2]},
         4: {"gloo": [*names[: len(LAYOUTS) : 3], *(name for name in SPECIAL if "bfloat16" not in name)]},
     }
     found = {}
     for size, jobs in chosen.items():
         jobs = {
-            backend: [name for name in names if fits(SPECIAL[name][0] if name in SPECIAL else name[-2], size)]
+            backend: [name for name in names if (LAYOUTS[layout_of(name)][2] or size) % size == 0]
             for backend, names in jobs.items()
         }
         if size == 1:
@@ -236,7 +229,10 @@ def results(place, cases):
     return found
 
 
-def check_groups(cases, results, name, **more):
+@pytest.mark.parametrize("name", [*(pair[:2] for pair in EVERYTHING), *SPECIAL], ids=str)
+def test_gradients_are_those_of_one_process(cases, results, name):
+    """In bfloat16 rounded on the way, but accumulated and summed in float32."""
+    more = {"tolerance": 0.1, "losses": 0.02} if name == "bfloat16" else {}
     expected = reference(cases[name])
     groups = [group for group, found in results.items() if name in found]
     assert groups
@@ -245,52 +241,3 @@ def check_groups(cases, results, name, **more):
             check(expected, results[group][name], **more)
         except AssertionError as error:
             raise AssertionError(f"{name} on {group}: {error}") from None
-
-
-@pytest.mark.parametrize("name", [*(pair[:2] for pair in EVERYTHING), *SPECIAL], ids=str)
-def test_gradients_are_those_of_one_process(cases, results, name):
-    """In bfloat16 rounded on the way, but accumulated and summed in float32."""
-    check_groups(cases, results, name, **({"tolerance": 0.1, "losses": 0.02} if name == "bfloat16" else {}))
-
-
-# ---- when messages are on their way ----
-
-
-@pytest.mark.parametrize(("layout", "number"), ORDERED)
-def test_messages_travel_under_compute(cases, results, layout, number):
-    """Forward and backward, every message but those at the ends has another part's products, or another sub-module's
-    (ladder), between its start and its wait; the backward ones also products of weights' gradients."""
-    schedule = SCHEDULES[number]
-    chunks = schedule.chunks if schedule.is_domino else 1
-    events = results[2, "shm"]["order", layout, number]["events"]
-    turn, end = (next(i for i, event in enumerate(events) if event[0] == what) for what in ("backward", "validation"))
-    forward, backward = hidden_by(events[:turn]), hidden_by(events[turn:end])
-    sums = sum(mode != DROPPED for mode in (*make_layout(layout).attention_sync, *make_layout(layout).mlp_sync))
-    assert len(forward) == chunks * (1 + sums)
-    # backward: the stream after the last attention is read by nobody where that attention's sum is overlapped
-    assert len(backward) == len(forward) - chunks * (make_layout(layout).attention_sync[-1] == OVERLAPPED)
-    # forward: the embedding's sums come first, and under the last sum there is nothing left to compute
-    forward, first = forward[chunks:-1], backward[1:]
-    if schedule.is_domino:
-        assert all(other for other, _, _ in forward)
-        assert all(other for other, _, _ in first)
-    elif "ladder" in layout or "same" in layout:
-        assert all(own for _, own, _ in forward)
-        assert all(own > weights for _, own, weights in backward[1:-1])
-    else:
-        assert not any(own for _, own, _ in forward)  # blocking: what it is compared with
-    assert all(weights for _, _, weights in backward[chunks:])
-
-
-def hidden_by(events):
-    """For each message: how many products of other parts of the batch, of its own part, and of weights' gradients are
-    between its start and its wait."""
-    counts = []
-    for begin, (what, part, message) in enumerate(events):
-        if what == "start":
-            between = events[begin : events.index(("wait", part, message))]
-            products = [event for event in between if event[0] in ("product", "weight")]
-            other = sum(event[1] != part for event in products)
-            weights = sum(event[:2] == ("weight", part) for event in products)
-            counts.append((other, len(products) - other, weights))
-    return counts

@@ -14,7 +14,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from ladderize import UsageError, compare, convert_checkpoint, load
+from ladderize import compare, convert_checkpoint, load
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL, TASKS
@@ -23,10 +23,8 @@ from ladderize.eval.model import HFModel
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, perplexity_from_nlls
 from ladderize.eval.table import result_rows
-from ladderize.eval.tasks import open_tasks
 from ladderize.eval.text import score_windows
 from ladderize.ranks.group import Ranks
-from ladderize.vllm import environment
 from tests.helpers import STORIES, fresh_rng, invoke, invoke_well, listing, make_model, refusal, save_llama
 from tests.oracle import Oracle
 
@@ -152,12 +150,6 @@ def test_what_cannot_be_compared_is_said_and_the_results_stay(llama, tmp_path):
     (comparison,) = json.loads(outcome.stdout)["comparisons"]
     assert comparison["predictions"] is None
     assert comparison["perplexity"]["windows"] == 7
-    longer = save_llama(tmp_path / "longer", max_position_embeddings=40)
-    outcome = invoke("eval", llama, longer, "--perplexity", tmp_path / "ids.npy", "--json")
-    assert f"Warning: {longer} was not compared with {llama}: nothing was measured alike" in outcome.stderr
-    document = json.loads(outcome.stdout)
-    assert document["comparisons"] == []
-    assert len(document["models"]) == 2
 
 
 def check_samples(folder: Path, document: dict) -> None:
@@ -205,16 +197,6 @@ def test_the_same_as_lm_eval_by_itself(pair, tmp_path):
         assert {k: v for k, v in found[task].items() if "stderr" not in k} == {
             k: v for k, v in values.items() if "stderr" not in k
         }
-
-
-def test_models_of_which_one_begins_with_bos_are_told(tmp_path):
-    for name in ("same", "without"):
-        shutil.copytree(MODEL, tmp_path / name)
-    path = tmp_path / "without" / "tokenizer.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": None}))
-    for name, is_told in (("same", False), ("without", True)):
-        outcome = invoke_well("eval", MODEL, tmp_path / name, *demo("copying", "--limit", 2))
-        assert ("BOS" in outcome.stderr) == is_told
 
 
 def test_a_continuation_is_scored_at_its_place_beside_any_other():
@@ -281,24 +263,14 @@ def test_going_on_in_another_order_replaces_no_samples(pair, tmp_path):
     assert resumed[0].samples != first.samples
 
 
-def task_without_data(folder: Path) -> Path:
-    (folder / "lost.yaml").write_text(
-        "task: lost\ndataset_path: nobody/nothing\noutput_type: multiple_choice\ntest_split: test\n"
-        "doc_to_text: '{{a}}'\ndoc_to_choice: b\ndoc_to_target: c\nmetric_list:\n  - metric: acc\n"
-    )
-    return folder
-
-
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
         ([], 2, "nothing to evaluate"),
         ([MODEL, "--perplexity", "x.txt"], 2, "a model is named twice"),
         (["--tasks", "qqqq", "--include-path", TASKS], 1, "there is no task 'qqqq'"),
-        (["--perplexity", "/no/file.txt"], 1, "does not exist"),
         ([*demo("copying"), "--apply-chat-template"], 1, "has no chat template"),
         (["--tasks", "a", "--tp-size", "2"], 2, "--tp-size 2 needs --backend vllm"),
-        (["--tasks", "a", "--max-length", "64"], 2, "--max-length 64 needs --backend vllm"),
         (["--tasks", "a", "--reference", "x"], 2, "--reference has no effect without --perplexity"),
     ],
 )
@@ -308,20 +280,16 @@ def test_bad_options(options, code, message):
 
 def test_found_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(HFModel, "__init__", lambda *_: pytest.fail("a model was loaded"))
-    os.mkfifo(tmp_path / "fifo")
     (tmp_path / "lost.samples").touch()
-    lost = ("--tasks", "lost", "--include-path", task_without_data(tmp_path))
-    assert "the task 'lost' cannot be loaded, most likely because its data set is not here" in refusal(
-        "eval", MODEL, *lost
+    (tmp_path / "lost.yaml").write_text(
+        "task: lost\ndataset_path: nobody/nothing\noutput_type: multiple_choice\ntest_split: test\n"
+        "doc_to_text: '{{a}}'\ndoc_to_choice: b\ndoc_to_target: c\nmetric_list:\n  - metric: acc\n"
     )
-    for out, message in (
-        (tmp_path / "fifo", "is not a regular file"),
-        (tmp_path / "lost.json", "its samples belong into"),
-    ):
-        assert message in refusal("eval", MODEL, *demo("copying"), "--out", out)
+    lost = refusal("eval", MODEL, "--tasks", "lost", "--include-path", tmp_path)
+    assert "the task 'lost' cannot be loaded, most likely because its data set is not here" in lost
+    out = ("--out", tmp_path / "lost.json")
+    assert "its samples belong into" in refusal("eval", MODEL, *demo("copying"), *out)
     assert "does not exist" in refusal("eval", MODEL, "/no/model", *demo("copying"))
-    (tmp_path / "fifo").unlink()
-    assert "config.json" in refusal("eval", tmp_path, *demo("copying"))
 
 
 def test_the_first_windows(tmp_path):
@@ -359,52 +327,3 @@ def test_a_full_disk_names_no_samples_that_are_not_there(pair, tmp_path, monkeyp
     assert list(entry["results"]) == list(entry["samples"]) == ["demo_agreement"]
     left = [path.relative_to(tmp_path).as_posix() for path in (tmp_path / "r.samples").rglob("*") if path.is_file()]
     assert left == list(entry["samples"].values())
-
-
-def test_tasks_of_lm_eval_are_read_where_they_matter(tmp_path):
-    """Not for tasks of --include-path, which hide theirs; a group of it may hold theirs."""
-    folder = shutil.copytree(TASKS, tmp_path / "tasks")
-    (folder / "mixed.yaml").write_text("group: mixed\ntask: [demo_copying, theirs]\n")
-
-    def known(*names):
-        return open_tasks(EvalOptions(tasks=names, include_path=str(folder))).all_tasks
-
-    assert "theirs" not in known("demo_copying", "demo_agreement")
-    assert {"theirs", "demo_copying"} <= {*known("demo_copying", "theirs")}
-    assert "theirs" in known("mixed")
-
-
-def test_fewshot_that_a_task_forbids(tmp_path):
-    shutil.copytree(TASKS, tmp_path / "tasks")
-    with (tmp_path / "tasks" / "agreement.yaml").open("a") as file:
-        file.write("num_fewshot: 0\n")
-    options = ("--include-path", tmp_path / "tasks", "--num-fewshot", "2")
-    assert "has no effect on demo_agreement" in refusal("eval", MODEL, "--tasks", "demo_agreement", *options)
-    document = json.loads(invoke("eval", MODEL, "--tasks", "demo_copying", *options, "--limit", "4", "--json").stdout)
-    assert document["models"][0]["n-shot"] == {"demo_copying": 2}
-
-
-def test_data_that_does_not_fit_the_model(tmp_path):
-    np.save(tmp_path / "ids.npy", np.array([5, 99999]))
-    assert "token id 99999" in refusal("eval", MODEL, "--perplexity", tmp_path / "ids.npy")
-
-
-# ---- --backend vllm, where vLLM is not; what it computes is tested in tests/vllm ----
-
-
-def test_without_a_vllm_that_was_tested(monkeypatch):
-    monkeypatch.setattr(environment, "version", lambda name: "0.31.4")
-    outcome = invoke("eval", MODEL, *demo("copying"), "--backend", "vllm")
-    assert "and this is vLLM 0.31.4" in outcome.stderr
-    assert "reading the tasks" not in outcome.stderr, "this is known before any work"
-
-
-def test_vllm_takes_no_launcher_and_from_python_needs_its_engine(monkeypatch):
-    options = EvalOptions(perplexity="ids.npy", backend="vllm")
-    with pytest.raises(UsageError, match=r"needs engine=open_vllm, of ladderize.vllm.eval_model"):
-        run.evaluate([MODEL], options)
-    place = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-    for key, value in place.items():
-        monkeypatch.setenv(key, str(value))
-    with pytest.raises(UsageError, match="--backend vllm starts its own processes"):
-        run.evaluate([MODEL], options, engine=lambda *_: pytest.fail("a model was opened"))

@@ -93,15 +93,13 @@ def test_defaults_are_those_of_transformers(family):
     assert kv_head_count(stated) == kv_head_count(known)
 
 
-# ---- the class of a converted checkpoint ----
-
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 # ---- conversion, and what reads a converted checkpoint ----
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", ["llama", *FAMILIES])
 def test_to_a_layout_and_back(model_type, tmp_path):
     """Verified by a stranger without ladderize; dense again it is the source, byte for byte."""
     save_llama(tmp_path / "src", model_type=model_type)
@@ -176,26 +174,19 @@ SLIDES = {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}
     ("model_type", "changes", "problem"),
     [
         ("mistral", {"sliding_window": 0}, "sliding_window is 0, but must be null or a positive number"),
-        ("mistral", {"sliding_window": True}, "sliding_window is True"),
         ("mistral", {"layer_types": ["full_attention"] * 4}, "layer_types names other layers than sliding_window"),
-        ("qwen2", {**SLIDES, "sliding_window": 0}, "sliding_window is 0"),
         ("qwen2", {**SLIDES, "layer_types": ["full_attention"] * 3}, "must be a list of 4 kinds"),
-        ("qwen3", {**SLIDES, "layer_types": "all"}, "layer_types is 'all'"),
         ("qwen3", {**SLIDES, "layer_types": ["linear_attention"] * 4}, "layer_types has 'linear_attention'"),
         ("qwen3", {**SLIDES, "use_sliding_window": False}, "but no window is in force"),
         ("qwen3", {"max_window_layers": None, "use_sliding_window": True}, "max_window_layers is None"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0, but must be a positive number"),
-        ("granite", {"logits_scaling": float("nan")}, "logits_scaling is nan"),
-        ("granite", {"attention_multiplier": "1"}, "attention_multiplier is '1'"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be a list of 4 numbers"),
-        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
         ("mixtral", {}, "which ladderize does not convert .*model_type must be one of llama, mistral"),
-        (["llama"], {}, "which ladderize does not convert"),
     ],
 )  # fmt: skip
 def test_bad_configs(model_type, changes, problem):
     config = config_json("llama") | {"model_type": model_type}
-    if str(model_type) in VARIANTS:
+    if model_type in VARIANTS:
         config = config_json(model_type, sliding_window=5) if model_type == "mistral" else config_json(model_type)
     with pytest.raises(UserError, match=problem):
         check_config(config | changes)

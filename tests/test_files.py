@@ -1,18 +1,15 @@
 """Files that are not what they should be: no regular file, nested without end, larger than memory."""
 
 import os
-import zipfile
 
-import numpy as np
 import pytest
 
-from ladderize.checkpoint.reading import read_header
-from ladderize.data import check_data_file, read_documents
+from ladderize.data import read_documents
 from ladderize.errors import UserError
 from ladderize.files import regular
-from ladderize.files.documents import check_writable, read_json, read_own, write_json
+from ladderize.files.documents import check_writable, read_json, read_own
 from ladderize.files.parsing import parse_json, read_yaml
-from tests.helpers import invoke, one_sentence, refusal
+from tests.helpers import invoke, one_sentence
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -22,8 +19,6 @@ DEEP = "[" * 100_000 + "]" * 100_000
     [
         (DEEP, "nested too deeply"),
         ("[NaN]", "holds NaN, which is not a number"),
-        ("[1e999]", "holds 1e999, which is not a number"),
-        ("9" * 5000, "Exceeds the limit"),
         (b"\xff", "not UTF-8 text .byte 0."),
     ],
 )
@@ -38,10 +33,7 @@ def test_json_that_nobody_can_read(content, message):
         ("a: " + DEEP, "nested too deeply"),
         ("a: &x [*x]", "nested too deeply"),
         ("a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 9}]\n" for i in range(1, 12)), "unfolds to more"),
-        ("? [1]\n: 2\n", "unhashable"),
         ("a: 1\na: 2", "the key 'a' stands twice"),
-        ("{", "expected"),
-        ("a: 1\nb: [c\n", r"got '<stream end>' \(line 3, column 1\)$"),
     ],
 )
 def test_yaml_that_nobody_can_read(tmp_path, text, message):
@@ -52,14 +44,9 @@ def test_yaml_that_nobody_can_read(tmp_path, text, message):
 
 def test_no_regular_file_is_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for name in ("a.json", "a.txt", "a.jsonl", "a.npy", "a.npz", "a.safetensors", "a.yaml"):
+    for name in ("a.json", "a.yaml", "a.txt", "a.npy", "a.npz"):
         (tmp_path / name).symlink_to("pipe")
-    readers = [(read_json, "a.json"), (lambda path: read_header(path.parent, path.name), "a.safetensors")]
-    readers.append((read_yaml, "a.yaml"))
-    for name in ("a.txt", "a.jsonl", "a.npy", "a.npz"):
-        readers.append((lambda path: check_data_file(str(path)), name))
-        readers.append((lambda path: read_documents(str(path), None), name))
-    for read, name in readers:
+        read = {"a.json": read_json, "a.yaml": read_yaml}.get(name, lambda path: read_documents(str(path), None))
         with pytest.raises(UserError, match="is not a regular file"):
             read(tmp_path / name)
     with pytest.raises(UserError, match="is not a regular file"):
@@ -78,36 +65,6 @@ def test_more_than_is_read(tmp_path, monkeypatch):
     assert list(regular.read_lines(tmp_path / "a", 6)) == [b"1\n", b"12345\n"]
     with pytest.raises(UserError, match="line 2 is longer than 5 B"):
         list(regular.read_lines(tmp_path / "a", 5))
-
-
-def test_loops_of_links(tmp_path, llama):
-    (tmp_path / "loop").symlink_to("loop")
-    before = sorted(path.name for path in tmp_path.iterdir())
-    assert "a loop of links" in refusal("convert", llama, tmp_path / "loop" / "out", "--ladder", "2:")
-    assert "a loop of links" in one_sentence(invoke("convert", tmp_path / "loop", tmp_path / "out", "--ladder", "2:"))
-    assert "a loop of links" in one_sentence(invoke("convert", llama, "~nobody-at-all/x", "--ladder", "2:"))
-    with pytest.raises(UserError, match="--out .*a loop of links"):
-        regular.resolved(tmp_path / "loop", "--out ")
-    with pytest.raises(UserError, match="a loop of links"):
-        write_json(tmp_path / "loop" / "x.json", {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-
-
-# ---- arrays of ids ----
-
-
-def test_archives_that_are_none(tmp_path):
-    path = tmp_path / "a.npz"
-    np.savez(path, ids=np.arange(1000))
-    whole = path.read_bytes()
-    for content in (b"", b"PK", whole[:200], whole[:100] + b"x" * 40 + whole[140:], b"\x93NUMPY\x01\x00" + b"(" * 300):
-        path.write_bytes(content)
-        with pytest.raises(UserError, match="is not an archive of NumPy arrays"):
-            read_documents(str(path), None)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("readme.txt", "nothing")
-    with pytest.raises(UserError, match="expected token ids"):
-        read_documents(str(path), None)
 
 
 # ---- outputs ----

@@ -120,14 +120,10 @@ def test_completions_and_conversations_are_cut_off(chat):
     ("row", "message"),
     [
         ({"other": 1}, "has other; a row needs input_ids, messages"),
-        ({"text": 5}, "its text is not a string"),
-        ({"input_ids": [-1, 2]}, "negative"),
         ({"input_ids": [4]}, "gives 1 tokens"),
         ({"input_ids": [3, 527]}, "holds the token id 527, but the model's vocabulary ends at 526"),
-        ({"input_ids": [4, 5], "loss_mask": [1]}, "loss_mask is not a list of 0 and 1"),
         ({"input_ids": [4, 5], "loss_mask": [1, 0]}, "none of which the loss could score"),
         ({"text": "x"}, "is text, but the model has no tokenizer"),
-        ({"messages": [{"role": "user"}]}, "turn 1 of its messages has no role and content"),
         ({"conversations": [{"from": "bing", "value": "x"}]}, "from 'bing'; known are human"),
     ],
 )
@@ -144,6 +140,9 @@ def test_bad_rows(row, message):
         (PLAIN.replace("<assistant>{%", "<bot>{%"), 5, "turn 3: the chat template does not begin it with its prompt"),
         (PLAIN, 2, "gives 0 tokens, none of which the loss could score"),
         (MARKED, 2, "none of which the loss could score"),
+        ("{{ ''.__class__.__mro__ }}", 5, "is unsafe"),  # a stranger's program, in a sandbox
+        ("{{ range(10000000) | list }}", 5, "Range too big"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", 5, "maximum recursion depth"),
     ],
 )
 def test_conversations_that_cannot_be_used(chat, template, count, message):

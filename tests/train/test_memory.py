@@ -11,7 +11,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import ladderize
 from ladderize.adapt.train import run
 from ladderize.adapt.train.loop import Loop
 from ladderize.adapt.train.memory import OTHER_BYTES, estimate, estimate_training
@@ -128,25 +127,17 @@ def test_the_estimate_is_the_peak_of_a_step(larger, tmp_path, model, more):
     assert peak <= expected <= 1.5 * peak, dtype
 
 
-def parts_of(larger, **more):
-    return estimate_training(str(larger / "upper"), options(larger, dtype="bfloat16", **more))[0]["memory_parts"]
+def test_what_no_step_here_shows(larger, monkeypatch):
+    """An aligned base is not the teacher's, and what is sharded is gathered layer by layer."""
 
+    def parts_of(**more):
+        return estimate_training(str(larger / "upper"), options(larger, dtype="bfloat16", **more))[0]["memory_parts"]
 
-def test_memory_is_counted_in_parts(larger, monkeypatch):
-    found, _ = estimate_training(str(larger / "upper"), options(larger, dtype="bfloat16"))
-    sizes = {name: own.numel() for name, own in ladderize.load(larger / "dense").named_parameters()}
-    numbers, parts = sum(sizes.values()), found["memory_parts"]
-    trained = sum(size for name, size in sizes.items() if name.startswith(("model.layers.2.", "model.layers.3.")))
-    assert (found["parameters"], found["trained_parameters"]) == (numbers, trained)
-    assert parts["weights"] == 4 * trained + 2 * (numbers - trained)
-    assert parts["moments"] == 2 * parts["gradients"] == 8 * trained
-    assert parts["teacher"] == 2 * trained  # what is frozen is held once
-    assert parts_of(larger, teacher_cache="answers")["teacher"] == 0
-    assert found["state_bytes"] == (3 * 12 + 4) * trained
-    assert parts_of(larger, method="lora")["teacher"] == 0
-    assert parts_of(larger, method="lora", align=True)["teacher"] >= 2 * trained  # an aligned base is not the teacher's
+    assert parts_of(method="lora")["teacher"] == 0
+    assert parts_of(method="lora", align=True)["teacher"] > 0
+    whole = parts_of()["gathered"]
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert parts_of(larger)["gathered"] > parts["gathered"]
+    assert parts_of()["gathered"] > whole
 
 
 def test_what_a_dry_run_says(place, tmp_path):

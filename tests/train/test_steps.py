@@ -1,4 +1,4 @@
-"""A step against a plain loop, what it trains, and that how it is cut changes nothing."""
+"""A step against a plain loop, what it trains, that how it is cut changes nothing, and which step is written."""
 
 import itertools
 import json
@@ -15,13 +15,11 @@ from torch.nn.functional import cross_entropy
 import ladderize
 from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.train.loop import Order
-from ladderize.adapt.train.student import make_student, make_teacher, open_model, trained_tensors
+from ladderize.adapt.train.states import read_metrics
 from ladderize.adapt.train.training_model import BETAS, EPSILON
 from ladderize.blocks import open_checkpoint
-from ladderize.layout import Layout
-from ladderize.runtime.training.batch import Batch
 from tests.helpers import CLIPPED, all_tensors, changed_tensors, invoke, invoke_well
-from tests.train.commands import CPU, LENGTH, adapt, losses_of, perplexity_of, succeed
+from tests.train.commands import LENGTH, adapt, losses_of, perplexity_of, succeed
 
 
 def test_training_is_a_plain_loop(place, tmp_path):
@@ -83,32 +81,6 @@ def test_only_what_is_named_is_trained(place, tmp_path):
         ladderize.load(out)
 
 
-def test_student_and_teacher_share_what_is_frozen(place):
-    student_checkpoint, dense = open_checkpoint(str(place / "upper")), open_checkpoint(str(place / "dense"))
-    layout = Layout.from_config(student_checkpoint.config)
-    trained = trained_tensors(student_checkpoint.tensors, [2, 3], False)
-
-    def opened(checkpoint, layout):
-        return open_model(checkpoint, layout, collecting=False, device=CPU.device)
-
-    student = make_student(opened(student_checkpoint, layout), torch.bfloat16, trained=trained)
-    teacher = make_teacher(opened(dense, Layout.dense(4)), torch.bfloat16, student)
-    own, theirs = dict(student.model.named_parameters()), dict(teacher.model.named_parameters())
-    assert own.keys() == theirs.keys()
-    for name in own:
-        trained = name.startswith(("model.layers.2.", "model.layers.3."))
-        assert own[name].requires_grad == trained
-        assert own[name].dtype == (torch.float32 if trained else torch.bfloat16)
-        assert (own[name].data_ptr() == theirs[name].data_ptr()) == (not trained)
-    ids = torch.randint(3, 90, (2, 9))
-    expected = ladderize.load(place / "dense")(ids).logits
-    positions, targets = torch.arange(9).expand(2, 9), torch.zeros(2, 9, dtype=torch.long)
-    batch = Batch.of({"input_ids": ids, "position_ids": positions, "targets": targets}, CPU.device)
-    plain = make_teacher(opened(dense, Layout.dense(4)), torch.float32, student)
-    with torch.no_grad():
-        torch.testing.assert_close(plain(batch).view(2, 9, -1), expected, rtol=1e-4, atol=1e-4)
-
-
 def test_how_a_step_is_cut_does_not_matter(place, tmp_path):
     distil = ["--distill-from", place / "dense", "--hidden-weight", 0.7, *CLIPPED]
     succeed(place, tmp_path / "a", *distil, "--micro-batch-size", 2, steps=3)
@@ -143,15 +115,11 @@ def test_token_budget_and_document(place, tmp_path):
 
 def test_a_tracker_is_told_what_metrics_jsonl_has(place, tmp_path, monkeypatch):
     class Kept(GeneralTracker):
-        name, requires_logging_directory = "tensorboard", True
+        name, requires_logging_directory, tracker = "tensorboard", True, None
 
         def __init__(self, run_name, logging_dir):
             self.lines = []
             made.append((self, logging_dir))
-
-        @property
-        def tracker(self):
-            return self.lines
 
         def store_init_configuration(self, values):
             self.config = values
@@ -186,3 +154,20 @@ def test_retrained_weights_are_known_as_such(place, tmp_path):
     assert "retrained   full: layers 0:4" in invoke("inspect", tmp_path / "dense").stdout
     same = invoke("convert", out, tmp_path / "same", "--dtype", "bfloat16", "--no-verify")
     assert "were retrained" not in same.stderr
+
+
+def test_a_model_better_than_the_dense_one_is_brought_back_to_it(place, tmp_path):
+    """It fits the held-out rows, which the dense model has never seen: its perplexity rises while its KL falls."""
+    succeed(place, tmp_path / "fitted", "--lr", "1e-2", steps=50)
+    teacher = ("--distill-from", place / "dense", "--hidden-weight", 1, "--write", "best", "--eval-every", 1)
+    document = succeed(place, tmp_path / "out", *teacher, model=tmp_path / "fitted", steps=4)
+    perplexity, criterion = document["heldout_perplexity"], document["criterion"]
+    assert perplexity["before"] < perplexity["after"]
+    assert perplexity["before"] < perplexity["dense"]
+    assert perplexity["dense"] == pytest.approx(perplexity_of(place / "dense", place / "eval.npy"), rel=1e-4)
+    divergences = read_metrics(tmp_path / "out" / "metrics.jsonl", "heldout_divergence")
+    assert document["written_step"] == np.argmin(divergences) > 0
+    assert criterion["name"] == "KL"
+    assert criterion["before"] == divergences[0]
+    assert criterion["after"] == pytest.approx(min(divergences), rel=1e-3)
+    assert f"held-out KL {criterion['before']:.4g} before," in (tmp_path / "out" / "README.md").read_text()

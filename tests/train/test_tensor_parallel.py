@@ -1,7 +1,12 @@
 """Tensor-parallel retraining makes the steps of one process, whatever the schedule and however many ranks."""
 
+import json
 import math
+import os
 import re
+import shutil
+import signal
+import sys
 
 import pytest
 import torch
@@ -10,16 +15,19 @@ from safetensors.torch import load_file
 from ladderize.adapt.train.options import RetrainOptions
 from ladderize.adapt.train.run import adapt_checkpoint
 from ladderize.adapt.train.states import read_metrics
+from ladderize.adapt.train.task import Launch, open_task
 from ladderize.blocks import open_checkpoint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
+from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.runtime import launch
 from ladderize.runtime.loader import CheckpointSource
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.weights import build_weights
-from tests.helpers import BIASES, CLIPPED, save_llama
-from tests.train.commands import LENGTH, losses_of
+from tests import warm
+from tests.helpers import BIASES, CLIPPED, all_gone, edit_json, invoke_well, ranks_of, save_llama
+from tests.train.commands import LENGTH, arguments, losses_of
 from tests.training_groups import retrain_all
 
 STEPS, LEAST = 8, 6
@@ -178,3 +186,44 @@ def test_a_killed_run_goes_on(place, alone, tmp_path):
     assert {ended for ended, _ in by_rank} == {"Killed: after step 4"}
     nothing_left(run_on(2, (*run, {})))
     assert losses_of(tmp_path / "out") == pytest.approx(losses_of(alone / "taught"), rel=1e-4)
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(place, tmp_path, capfd):
+    warm.warm_python().preload("accelerate", "datasets", "peft")
+    out, work = tmp_path / "out", tmp_path / "out.ladderize-work"
+    more = (*CLIPPED, "--tp-size", 2, "--schedule", "domino")
+    command = arguments(place, out, *more, "--eval-every", 1000, steps=100_000)
+    process = warm.WarmProcess([sys.executable, "-m", "ladderize", *command])
+    warm.wait_until(lambda: (work / "metrics.jsonl").exists() and len(losses_of(work)) >= 4, process)
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 2
+    os.kill(process.pid, signal.SIGTERM)
+    _, stderr = process.communicate()
+    assert process.returncode == 1
+    found = re.search(r"stopped by a signal after step (\d+), which is saved in ", stderr)
+    assert found, stderr
+    assert all_gone(ranks)
+    assert not out.exists()
+    made = losses_of(work)
+    assert len(made) == int(found[1])
+    outcome = invoke_well(*arguments(place, out, *more, "--json", steps=len(made) + 3))
+    assert json.loads(outcome.stdout).items() <= json.loads((out / "adaptation.json").read_text()).items()
+    assert "2 for each copy of the model, schedule domino" in capfd.readouterr().err  # said by a rank
+    assert losses_of(out)[:-3] == made
+    assert len(losses_of(out)) == len(made) + 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the runtime supports silu only"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, which training with --tp-size does not have"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type dynamic changes"),
+    ],
+)
+def test_models_that_would_be_trained_otherwise_are_refused(place, tmp_path, changes, expected):
+    shutil.copytree(place / "upper", tmp_path / "model")
+    edit_json(tmp_path / "model" / "config.json", **changes)
+    with pytest.raises(UserError, match=re.escape(expected)):
+        open_task(str(tmp_path / "model"), options(place, 2), Launch(2))
+    open_task(str(tmp_path / "model"), options(place), Launch(1))

@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 
-import datasets
 import numpy as np
 import pytest
 
@@ -14,22 +13,14 @@ from ladderize.adapt.layers.windows import read_rows, training_windows
 from ladderize.blocks import open_checkpoint
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
-from tests.adapt_data.rows import QWEN3, TURNS, examples_of
-from tests.helpers import ROOT
+from tests.adapt_data.rows import DEMO, EOS, QWEN3, TURNS, VOCAB, examples_of
 
-DEMO = ROOT / "ladderize" / "demo" / "model"
-VOCAB, EOS = 527, 1
 TEXTS = [f"row {number} the cat sat on a mat." for number in range(12)]
 
 
 @pytest.fixture(scope="module")
 def checkpoint():
     return open_checkpoint(str(DEMO))
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
 
 
 def write_data(kind, folder):
@@ -96,15 +87,3 @@ def test_rows_of_ids_are_windows_and_passages_are_none(tmp_path, checkpoint):
     assert flat.train.shape[1] == min(2048, positions)
     with pytest.raises(UserError, match=f"--seq-len {positions + 1} is over the model's {positions} positions"):
         training_windows(checkpoint, BlockwiseOptions(str(tmp_path / "rows.npy"), seq_len=positions + 1))
-
-
-def test_a_bad_row_is_named(tmp_path, checkpoint):
-    for line, problem in (
-        ("{", "cannot be read .JSON parse error"),
-        ('{"text": 1}', "its text is not a string"),
-        ('{"input_ids": [5]}', "1 tok"),
-    ):
-        (tmp_path / "a.jsonl").write_text(json.dumps({"text": "fine"}) + "\n" + line)
-        with pytest.raises(UserError, match=f"a.jsonl.*{problem}") as raised:
-            training_windows(checkpoint, BlockwiseOptions(str(tmp_path / "a.jsonl"), seq_len=4))
-        assert "\n" not in str(raised.value)
