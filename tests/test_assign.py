@@ -244,6 +244,11 @@ def test_convert(llama, tmp_path, data):
     invoke_well("convert", llama, tmp_path / "third", "--recipe", out / "ladderize.yaml", "--no-verify")
     for name in ("model.safetensors", "config.json", "assignment.json"):
         assert len({(tmp_path / each / name).read_bytes() for each in ("out", "again", "third")}) == 1
+    # by the recipe of a model that was made of it, too
+    invoke_well("convert", out, tmp_path / "next", *SPD, "--ladder", 3, "--no-verify")
+    invoke_well("convert", llama, tmp_path / "same", "--recipe", tmp_path / "next" / "ladderize.yaml", "--no-verify")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "next" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
     assert "lie in another order" in (out / "README.md").read_text()
     twice = refusal("convert", out, tmp_path / "twice", "--recipe", out / "ladderize.yaml", "--no-verify")
     assert "lies in the order of its own assignment.json" in twice

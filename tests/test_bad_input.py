@@ -89,6 +89,8 @@ DAMAGE = {
     "config is a FIFO": (fifo("config.json"), "config.json is not a regular file"),
     "weights are a FIFO": (fifo("model.safetensors"), "is not a regular file"),
     "rope": (config(rope_parameters={"rope_type": "magic"}), "'magic', which is not one of default, linear"),
+    "rope type is a list": (config(rope_parameters={"rope_type": []}), "rope_type is '\\[\\]', which is not one of"),
+    "no rope theta": (config(rope_theta=None, rope_parameters=None), "rope_theta is None"),
     "pickle only": (
         lambda source: (source / "model.safetensors").rename(source / "pytorch_model.bin"),
         "only pickle weights.*save_pretrained",

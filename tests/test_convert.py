@@ -196,8 +196,9 @@ def test_what_is_carried_over(llama, tmp_path):
     for name in (*carried, *left, *closed):
         (llama / name).parent.mkdir(parents=True, exist_ok=True)
         (llama / name).write_bytes(carried.get(name, b"x"))
+    (llama / "linked").symlink_to(llama / "notes")
     report = convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
-    assert set(report.not_carried_over) == {*left, *(f"{name.rpartition('/')[0]}/" for name in closed)}
+    assert set(report.not_carried_over) == {*left, "linked/", *(f"{name.rpartition('/')[0]}/" for name in closed)}
     for name, content in carried.items():
         assert (tmp_path / "out" / name).read_bytes() == content
         assert not (tmp_path / "out" / name).samefile(llama / name)  # editing the output must not edit the source

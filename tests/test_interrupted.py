@@ -48,3 +48,10 @@ def test_killed_after_the_output_appeared(place, tmp_path, name):
         assert listing(tmp_path) == ["out"]
     assert json.loads(outcome.stdout)["out"] == str(out)
     assert "is not empty" in one_sentence(invoke(*arguments, "--seed", 1))  # another command
+
+
+def test_documents_that_were_carried_on_are_of_another_output(place, tmp_path):
+    invoke_well(*training_command("align", place, tmp_path / "first"))
+    invoke_well("convert", tmp_path / "first", tmp_path / "out", "--dense", "--no-verify")
+    assert (tmp_path / "out" / "alignment.json").is_file()
+    assert "is not empty" in one_sentence(invoke(*training_command("align", place, tmp_path / "out")))
