@@ -29,7 +29,7 @@ LONG_FILES = [
     "demo", "domino_gradients", "align_command", "eval", "report_browser", "generate_file", "tensor_parallel",
     "eval_ranks", "docs", "report", "python_docs", "promotion", "generate", "examples", "api",
     "aligned_sensitivity", "control", "spd", "runtime", "sweep_keys", "sweep_killed", "sweep", "sweep_file",
-    "bench", "bench_training", "calibrate", "plan", "plan_choice", "layout_measurer", "planning_model", "model",
+    "bench", "bench_training", "calibrate", "plan", "plan_choice", "planning_model", "model",
     "distill", "house", "compare", "paired",
 ]  # fmt: skip
 
