@@ -60,6 +60,10 @@ def main() -> None:
             code = app(arguments, prog_name="ladderize", standalone_mode=False)
             if code == INTERRUPTED:  # newer versions of typer turn Ctrl-C into an exit that says nothing
                 raise KeyboardInterrupt
+            if "torch.distributed" in sys.modules:
+                from ladderize.ranks.group import end_rank
+
+                end_rank()
             sys.exit(code)
         except BadCommandLine as error:
             if not error.format_message():  # help was shown, since nothing was given

@@ -96,9 +96,10 @@ def test_a_run_writes_what_others_read(monkeypatch, tmp_path, ranks):
 
 def test_arguments_memory_and_the_file_are_checked_before_anything_is_timed(monkeypatch, tmp_path):
     monkeypatch.setitem(calibrate.SIZES, "cpu", SMALL)
-    alone = refusal("calibrate", "--backend", "gloo", "--threads", 1, code=2)
+    out = ("--threads", 1, "--out", tmp_path / "out.json")
+    alone = refusal("calibrate", "--backend", "gloo", *out, code=2)
     assert "--backend gloo has no effect with one rank" in alone
-    assert "--hardware h900 is neither" in refusal("calibrate", "--hardware", "h900")
+    assert "--hardware h900 is neither" in refusal("calibrate", "--hardware", "h900", *out)
     with pytest.raises(UserError, match="does not exist"):
         ladderize.calibrate(CalibrateOptions(device="cpu"), out=tmp_path / "none" / "out.json")
     monkeypatch.setattr("ladderize.memory.available_bytes", lambda device: 1000)

@@ -79,8 +79,8 @@ class Order(Sampler[int]):
             epoch, done = epoch + 1, 0
 
 
-class Stream(IterableDataset[Any]):
-    """The rows of a stream, all of which every rank reads.
+class StreamedRows(IterableDataset[Any]):
+    """Rows of a stream, all of which every rank reads.
 
     Of a ``datasets.IterableDataset`` Accelerate would give each rank files of its own: in another order than one
     process reads, with rows among them that are held out.
@@ -102,7 +102,7 @@ def micro_batches(rows: Any, options: TrainOptions, model: TrainingModel, first:
     if hasattr(rows, "__len__"):
         loader = DataLoader(rows, sampler=Order(len(rows), options.seed, first), **how)
     else:
-        loader = DataLoader(Stream(rows.skip(first) if first else rows), **how)
+        loader = DataLoader(StreamedRows(rows.skip(first) if first else rows), **how)
     # A group of tensor-parallel ranks, which Accelerate does not know of, reads the same rows.
     prepared = prepare_data_loader(loader, num_processes=model.data_size, process_index=model.data_rank)
     return iter(prepared)
