@@ -28,7 +28,7 @@ from ladderize.commands.builder import BadCommandLine, add, usage_message
 from ladderize.console import is_text
 from ladderize.demo.command import demo
 from ladderize.errors import UsageError
-from ladderize.ranks.environment import launched
+from ladderize.ranks.environment import end_rank, launched
 from ladderize.sweep.command import sweep_command
 
 app = typer.Typer(
@@ -60,10 +60,7 @@ def main() -> None:
             code = app(arguments, prog_name="ladderize", standalone_mode=False)
             if code == INTERRUPTED:  # newer versions of typer turn Ctrl-C into an exit that says nothing
                 raise KeyboardInterrupt
-            if "torch.distributed" in sys.modules:
-                from ladderize.ranks.group import end_rank
-
-                end_rank()
+            end_rank(code or 0)
             sys.exit(code)
         except BadCommandLine as error:
             if not error.format_message():  # help was shown, since nothing was given

@@ -3,9 +3,11 @@
 Imports no torch: the console needs it, and commands start the server before that import.
 """
 
+import atexit
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +61,19 @@ def launched(environment: Mapping[str, str] = os.environ) -> Place:
             " torchrun, which sets all"
         )
     return place
+
+
+def end_rank(code: int) -> None:
+    """End this process with an exit code, if a launcher has started it as one of several; exit handlers run before.
+
+    A thread of gloo that gives back a tensor while the interpreter ends would abort it, also after
+    ``destroy_process_group``, which leaves the threads (torch 2.13).
+    """
+    if already_started():
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def already_started() -> bool:

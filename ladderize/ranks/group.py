@@ -1,6 +1,5 @@
 """The group of ranks: joining it, and messages between its processes."""
 
-import atexit
 import contextlib
 import itertools
 import os
@@ -241,19 +240,6 @@ def join_ranks(device: str) -> Ranks:
     if place != ALONE and ":" in device:
         raise UsageError(f"--device {device} is one device, but each process takes its own; say --device cuda, or none")
     return join_group(place, device, timeout=TRAINING_TIMEOUT)
-
-
-def end_rank() -> None:
-    """End this process well, if it is one of a group, after its exit handlers have run.
-
-    A thread of gloo that gives back a tensor while the interpreter ends would abort it, also after
-    ``destroy_process_group``, which leaves the threads (torch 2.13).
-    """
-    if dist.is_initialized():
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
 
 
 def host_id() -> str:

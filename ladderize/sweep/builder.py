@@ -53,7 +53,7 @@ class Inputs:
     def model(self, name: str) -> str:
         """Return the hash of a checkpoint: its weights, config and tokenizer. Raises UserError unless it is sound."""
         checkpoint = open_sound_checkpoint(name)
-        family_of(checkpoint.config)
+        family_of(checkpoint.config)  # raises for one that cannot be converted
         folder = checkpoint.folder
         self.seen |= {folder / weights: _signature(folder / weights) for weights in checkpoint.weight_files}
         files = self._files(folder, (path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES))
