@@ -229,9 +229,11 @@ def sort_files(source: Checkpoint) -> tuple[list[str], list[str]]:
         check_stays(source.folder / card, source.folder)
     for path in sorted(source.folder.rglob("*")):
         relative = path.relative_to(source.folder)
-        if path.is_dir() and path.is_symlink():  # it may lead anywhere
-            left_behind.add(f"{relative}/")
-        if path.is_dir() or str(relative) in {*source.weight_files, *MADE_HERE}:
+        if path.is_dir():
+            if path.is_symlink():  # it may lead anywhere
+                left_behind.add(f"{relative}/")
+            continue
+        if str(relative) in {*source.weight_files, *MADE_HERE}:
             continue
         closed = [i for i, part in enumerate(relative.parts[:-1]) if part in CLOSED or part.startswith(".")]
         if closed:

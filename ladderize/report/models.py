@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ladderize.adapt.methods import ALIGN
-from ladderize.eval.comparison import ComparisonDocument
+from ladderize.eval.comparison import ComparisonDocument, PooledComparison
 from ladderize.eval.results import EvaluatedModel
 from ladderize.layout import DELAYED, DROPPED, OVERLAPPED
 from ladderize.runtime.bench.document import BenchRow
@@ -186,17 +186,20 @@ class ReportModel:
         return f"{self.adapted}, {self.tokens:,} tokens" if self.tokens else str(self.adapted)
 
     @property
+    def overall(self) -> PooledComparison | None:
+        """All tasks as one number; None where none were compared."""
+        return None if self.comparison is None else self.comparison.overall
+
+    @property
     def verdict(self) -> str:
         """The verdict of ``compare`` on the report's margin; empty where no tasks were compared."""
-        overall = None if self.comparison is None else self.comparison.overall
-        return (overall.verdict or "") if overall is not None else ""
+        return (self.overall and self.overall.verdict) or ""
 
     @property
     def samples_needed(self) -> int:
         """The number of samples that would show the margin of an equally good model; 0: these were enough, or it is not
         known."""
-        overall = None if self.comparison is None else self.comparison.overall
-        return (overall.samples_needed or 0) if overall is not None else 0
+        return (self.overall and self.overall.samples_needed) or 0
 
     def timing(self, setting: Setting) -> Timing | None:
         return next((timing for timing in self.timings if timing.setting == setting), None)

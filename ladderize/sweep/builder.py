@@ -217,7 +217,7 @@ class StageBuilder:
     def benchmark(self, setting: BenchChoice, converted: Sequence[Stage]) -> Stage:
         """Return the stage that times all models of one setting, interleaved in one group of processes."""
         models = [self.spec.model, *(stage.model for stage in converted)]
-        links = {key: str(setting.given[key]) for key in LINK_KEYS if key in setting.given}
+        links = {key: str(setting.given.get(key, "")) for key in LINK_KEYS}
         content = {key: self.inputs.data(link) for key, link in links.items() if names_a_file(link)}
         identity = {
             "model": [self.digest, self.spec.model],

@@ -169,19 +169,14 @@ def mapping(given: object, where: str) -> dict[str, Any]:
 def absolute(options: Given) -> dict[str, Any]:
     """Return the options with absolute paths, since stages run in the sweep's folder."""
 
-    def path(text: Any) -> Any:
+    def path(key: str, text: Any) -> Any:
         if isinstance(text, list):
-            return [path(item) for item in text]
-        if isinstance(text, Mapping) or str(text).startswith(HUB):
+            return [path(key, item) for item in text]
+        if isinstance(text, Mapping) or str(text).startswith(HUB) or (key in LINK_KEYS and not names_a_file(str(text))):
             return text
         return os.path.normpath(Path.cwd() / Path(str(text)).expanduser())  # YAML takes 2024 for a number
 
-    def known(key: str, value: Any) -> Any:
-        if key in LINK_KEYS and isinstance(value, list):
-            return [known(key, item) for item in value]
-        return path(value) if key in PATH_KEYS or (key in LINK_KEYS and names_a_file(str(value))) else value
-
-    return {key: known(key, value) for key, value in options.items()}
+    return {key: path(key, value) if key in (*PATH_KEYS, *LINK_KEYS) else value for key, value in options.items()}
 
 
 def grid(options: Given, section: str = "") -> Iterator[dict[str, Any]]:
