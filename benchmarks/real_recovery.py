@@ -8,12 +8,15 @@ All but the first three train on TOKENS from the model aligned on 16,384 tokens.
 of the variant, without the alignment that it begins with. A finished variant is not run again.
 
 - align 16k, align 65k, align 262k: more tokens
-- kl; hidden: the loss of ``adapt``, and with --hidden-weight 1
-- norms, o, down: hidden, but only these tensors are trained
+- kl: the loss of ``adapt``
+- norms, o, down: kl, but only these tensors are trained
 - top 64: kl of the teacher's 64 largest logits, the others dropped
 - top 64 and rest: the same, with the probability of all others as one more outcome (--teacher-cache)
 - on-policy: reverse KL on answers of the converted model itself (half of TOKENS: to write them takes the other half)
 - on-policy, forward: the same, by KL of the teacher
+
+Rows of a variant "hidden", and those of "norms, o, down", were trained on a third loss, too, which is no option any
+more (docs/results.md).
 """
 
 import argparse
@@ -33,7 +36,7 @@ LAYOUTS = {
     "delayed": ["--delayed", "15:", "--sync-tp-size", "3", "--assign", "heads,neurons", "--data", "real/train.jsonl"],
 }
 WINDOWS = {"align 16k": 32, "align 65k": 128, "align 262k": 512}
-TRAININGS = ("kl", "hidden", "norms, o, down", "top 64", "top 64 and rest", "on-policy", "on-policy, forward")
+TRAININGS = ("kl", "norms, o, down", "top 64", "top 64 and rest", "on-policy", "on-policy, forward")
 TOKENS = 64_000
 PROMPTS = 240  # of the on-policy variants
 TRAINED = ("layernorm.weight", "o_proj.weight", "down_proj.weight")
@@ -66,12 +69,12 @@ def largest(logits: Any) -> Any:
 
 
 def reverse_losses(model: Any, batch: Any, teacher_logits: Any, **more: Any) -> Any:
-    """Return the sums of cross-entropy, KL(student || teacher) and no hidden error: [3]."""
+    """Return the sums of cross-entropy and KL(student || teacher): [2]."""
     import torch
 
     own, target = model.scored_logits(batch).float().log_softmax(-1), teacher_logits.float().log_softmax(-1)
     entropy = -own.gather(1, batch.scored_targets[:, None]).sum()
-    return torch.stack((entropy, ((own - target) * own.exp()).sum(), own.new_zeros(())))
+    return torch.stack((entropy, ((own - target) * own.exp()).sum()))
 
 
 def child(variant: str, command: list[str]) -> None:
@@ -107,7 +110,7 @@ def make(layout: str, variant: str, work: Path) -> Path:
         samples = ["--samples", WINDOWS[variant]]
         ladderize(log, "", "adapt", start, out, "--method", "align", *common, *samples, "--data", ROOT / "train.jsonl")
         return out
-    aligned, data, tokens, hidden = make(layout, "align 16k", work), ROOT / "train.jsonl", TOKENS, 0
+    aligned, data, tokens = make(layout, "align 16k", work), ROOT / "train.jsonl", TOKENS
     if variant.startswith("on-policy"):
         data, tokens = work / f"{layout}-own.jsonl", TOKENS // 2
         if not data.exists():
@@ -115,10 +118,8 @@ def make(layout: str, variant: str, work: Path) -> Path:
             prompts.write_text("\n".join((ROOT / "prompts.jsonl").read_text().splitlines()[:PROMPTS]) + "\n")
             how = ["--max-new-tokens", 256, "--temperature", 1]
             ladderize(log, "", "generate", aligned, "--prompt-file", prompts, *how, "--out", data)
-    elif variant in ("hidden", "norms, o, down"):
-        hidden = 1
     how = ["--batch-size", 8, "--micro-batch-size", 4, "--heldout", 8, "--eval-every", 1000, "--write", "last"]
-    loss: list[object] = ["--hidden-weight", hidden, "--max-tokens", tokens]
+    loss: list[object] = ["--max-tokens", tokens]
     if variant == "top 64 and rest":
         loss += ["--teacher-cache", work / "answers"]
     ladderize(log, variant, "adapt", aligned, out, "--data", data, *how, *loss, *common)

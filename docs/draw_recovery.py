@@ -26,17 +26,15 @@ LAYOUTS = {
     "both": "both, all",
 }
 BUDGETS = (16_000, 60_000, 200_000, 600_000)
-PLAIN, BEST = "kl", "align+hidden"
+PLAIN, BEST = "kl", "align+kl"
 RECIPES = {
     "ce": "cross-entropy",
     PLAIN: "KL",
-    "hidden": "KL + hidden",
     "blocks": "blocks",
     "align+blocks": "aligned, blocks",
-    "align+kl": "aligned, KL",
-    BEST: "aligned, KL + hidden",
+    BEST: "aligned, KL",
 }
-LINES = {"ce": "#9a9a9a", PLAIN: "#3b6ea5", "blocks": "#7d6aa8", "align+kl": "#e9a23b", BEST: "#c8443a"}
+LINES = {"ce": "#9a9a9a", PLAIN: "#3b6ea5", "blocks": "#7d6aa8", BEST: "#c8443a"}
 
 
 @dataclass(frozen=True)

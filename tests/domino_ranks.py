@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from ladderize.adapt.data.packing import PADDING_TARGET
 from ladderize.adapt.train.options import Objective
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.layout import Layout
@@ -21,7 +20,6 @@ from ladderize.runtime.shards import Shape
 from ladderize.runtime.training import linear
 from ladderize.runtime.training.batch import Batch
 from ladderize.runtime.training.model import TPTraining
-from ladderize.runtime.training.outputs import SubModuleOutputs
 from ladderize.runtime.training.weights import build_weights
 from tests.groups import Counting
 
@@ -41,13 +39,6 @@ class Case:
     teacher: Path | None = None
     objective: Objective = field(default_factory=Objective)
     compute: torch.dtype = torch.float32
-
-    def outputs(self, micro):
-        """Takes what the teacher's sub-modules add, where the objective compares it."""
-        if not self.objective.hidden_weight:
-            return None
-        layers = Layout.from_config(read_checkpoint(self.folder).config).converted_layers
-        return SubModuleOutputs(layers, micro.targets != PADDING_TARGET)
 
 
 class Lives:
@@ -102,16 +93,16 @@ def step(case, group, collectives):
     with lives:
         for tensors in case.micros:
             micro = Batch.of(tensors, CPU)
-            scores, outputs = None, case.outputs(micro)
+            scores = None
             if teacher is not None:
                 with torch.no_grad():
-                    scores = teacher.scored_logits(micro, outputs)
-            sums = model(micro, teacher_logits=scores, teacher_outputs=outputs)
+                    scores = teacher.scored_logits(micro)
+            sums = model(micro, teacher_logits=scores)
             case.objective.total(*sums).backward()
             losses.append(sums.detach())
             with torch.no_grad():
-                validation.append(model(micro, teacher_logits=scores, teacher_outputs=outputs))
-            del sums, scores, outputs
+                validation.append(model(micro, teacher_logits=scores))
+            del sums, scores
     alive = lives.alive()
     model.weights.sum_partial_gradients(group)
 

@@ -49,12 +49,11 @@ class Equations:
 
 class Oracle:
     """``Oracle(state_dict, config)(input_ids)`` -> logits and the complete streams entering each layer, then the normed
-    end. ``added`` then says what each sub-module added to the stream, with its bias: (layer, name) -> [..., hidden]."""
+    end."""
 
     def __init__(self, weights, config, ranks=None, read=lambda x: x):
         """read: what a projection of a layer does with its rank's input first, such as quantising it."""
         self.weights = dict(weights)
-        self.added = {}
         self.config = config
         self.read = read
         self.family = Equations(config)
@@ -119,17 +118,14 @@ class Oracle:
                 )
                 bias = self.get(layer, "self_attn.o_proj.bias" if name == "attention" else "mlp.down_proj.bias")
                 bias = nothing if bias is None else bias * self.family.of_sums
-                partial, own = [], []
+                partial = []
                 for rank in ranks:
                     x = rms_norm(residual + carry[rank] + ahead[rank], norm, config.rms_norm_eps)
                     if name == "attention":
                         product = self.attention(layer, x, positions, allowed, rank)
                     else:
                         product = self.mlp(layer, x, rank)
-                    product = product * self.family.of_sums
-                    own.append(product)
-                    partial.append(product + carry[rank])
-                self.added[layer, name] = sum(own) + bias
+                    partial.append(product * self.family.of_sums + carry[rank])
                 carry = ahead = [nothing for _ in ranks]
                 if pending is not None:
                     residual = residual + pending[0] + pending[1]

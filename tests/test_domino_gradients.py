@@ -20,15 +20,14 @@ from tests.helpers import LAYOUTS, SHAPE, make_model
 
 TOLERANCE = 1e-5  # of the whole gradient; of one tensor three times that, for both sides round in float32
 SCHEDULES = [SEQUENTIAL, Schedule("domino"), Schedule("domino", 3)]
-IN_FLIGHT = 3 + 3 + 1  # parts, and their sums of dropped attentions
+IN_FLIGHT = 3 + 1  # parts
 LAYERS = SHAPE["num_hidden_layers"]
 SIZE = (5, 11)  # rows and tokens: neither 2 nor 3 parts are even
 ROW = (1, 13)  # is cut along its tokens
 TEACHER = Objective(0.3)
-HIDDEN = Objective(0.3, 1.5)
 
 # What else differs from case to case: rows x tokens of each micro-batch, and
-#   packed, recompute, tied, teacher: whether; hidden: whether sub-modules' outputs are compared with a teacher's;
+#   packed, recompute, tied, teacher: whether; padding: tokens at the end of the last row;
 #   kv_heads: 2 are held by 2 of 4 ranks each; layers: that are trained, None for the whole model.
 VARIANTS = [
     {},
@@ -38,7 +37,7 @@ VARIANTS = [
     {"sizes": (ROW,)},
     {"sizes": (ROW,), "packed": True, "recompute": True, "kv_heads": 2},
     {"layers": (1, 3), "kv_heads": 2, "recompute": True},
-    {"teacher": True, "sizes": (SIZE, (3, 8))},
+    {"teacher": True, "sizes": (SIZE, (3, 8)), "padding": 3},
     {"layers": (3,), "packed": True},
     {"layers": (0,), "sizes": (ROW,), "teacher": True},
     {"layers": (0, 3), "recompute": True, "sizes": (SIZE, SIZE), "tied": True},
@@ -73,7 +72,7 @@ def make_case(
     recompute=False,
     tied=False,
     teacher=False,
-    hidden=False,
+    padding=0,
     kv_heads=4,
     layers=None,
     model=None,
@@ -82,15 +81,15 @@ def make_case(
     """A case with a new model of the layout in ``folder``."""
     extra = {"tie_word_embeddings": tied, "num_key_value_heads": kv_heads, **(model or {})}
     make_model(layout, **extra).save_pretrained(folder / "student")
-    if teacher or hidden:
+    if teacher:
         make_model("dense", **{**extra, **LAYOUTS[layout][3]}).save_pretrained(folder / "teacher")
     checkpoint = read_checkpoint(folder / "student")
     names, vocab = checkpoint.tensors, checkpoint.config["vocab_size"]
     return Case(
         folder / "student", trained_tensors(names, layers or (), layers is None),
-        tuple(text(*size, vocab, packed=packed, scored=scored, padding=3 * hidden) for size in sizes), schedule,
-        recompute, folder / "teacher" if teacher or hidden else None,
-        HIDDEN if hidden else TEACHER if teacher else Objective(), **more,
+        tuple(text(*size, vocab, packed=packed, scored=scored, padding=padding) for size in sizes), schedule,
+        recompute, folder / "teacher" if teacher else None,
+        TEACHER if teacher else Objective(), **more,
     )  # fmt: skip
 
 
@@ -99,7 +98,7 @@ def reference(case):
     checkpoint = read_checkpoint(case.folder)
 
     def opened(one, layout):
-        return open_model(one, layout, collecting=bool(case.objective.hidden_weight), device=CPU)
+        return open_model(one, layout, CPU)
 
     layout = Layout.from_config(checkpoint.config)
     student = make_student(
@@ -114,11 +113,11 @@ def reference(case):
     losses = []
     for tensors in case.micros:
         micro = Batch.of(tensors, CPU)
-        scores, outputs = None, case.outputs(micro)
+        scores = None
         if teacher is not None:
             with torch.no_grad():
-                scores = teacher(micro, outputs)
-        sums = student(micro, teacher_logits=scores, teacher_outputs=outputs)
+                scores = teacher(micro)
+        sums = student(micro, teacher_logits=scores)
         case.objective.total(*sums).backward()
         losses.append(sums.detach())
     found = {
@@ -164,19 +163,10 @@ SPECIAL = {
     ),
     # what the frozen attention adds needs no gradient, and the stream that it is added to does
     "frozen under a trained sum": ("mixed", SCHEDULES[2], {"layers": (1,)}),
-    **{
-        f"hidden error, {layout}, {number}": (layout, SCHEDULES[number], {"hidden": True, **variant})
-        for layout, number, variant in (
-            ("ladder gaps", 2, {"layers": (1, 3)}),
-            ("spd with biases", 0, {"recompute": True}),
-            ("mixed", 1, {"packed": True, "sizes": (SIZE, (3, 8))}),
-            ("same layer with biases", 2, {"recompute": True, "packed": True}),
-        )
-    },
     "qwen3": ("same layer", SCHEDULES[2], {"model": {"model_type": "qwen3"}, "packed": True, "kv_heads": 2}),
-    "granite": ("same layer", SCHEDULES[2], {"model": {"model_type": "granite"}, "hidden": True, "tied": True}),
+    "granite": ("same layer", SCHEDULES[2], {"model": {"model_type": "granite"}, "teacher": True, "tied": True}),
     "nothing counts": ("same layer", SCHEDULES[1], {"scored": 0.0}),
-    "bfloat16": ("same layer", SCHEDULES[2], {"compute": torch.bfloat16, "hidden": True}),
+    "bfloat16": ("same layer", SCHEDULES[2], {"compute": torch.bfloat16, "teacher": True, "padding": 3}),
 }
 
 

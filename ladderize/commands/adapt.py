@@ -56,8 +56,7 @@ OPTIONS: dict[Method, type] = {
     *(RetrainOptions, AlignOptions, BlockwiseOptions),
     panels={
         DATA: "data seq_len samples seed",
-        METHOD: "method distill_from train distill_weight hidden_weight align lora_rank lora_alpha lora_dropout"
-        " lora_targets",
+        METHOD: "method distill_from train distill_weight align lora_rank lora_alpha lora_dropout lora_targets",
         OPTIMISATION: "max_tokens max_steps batch_size lr lr_schedule warmup_steps weight_decay max_grad_norm",
         VALIDATION: "eval_data heldout eval_every write",
         MEMORY: "dry_run micro_batch_size gradient_checkpointing teacher_cache tp_size schedule dtype device",

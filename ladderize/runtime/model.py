@@ -6,7 +6,7 @@ next sub-module (overlapped, Ladder Residual, arXiv 2501.06589, or delayed: that
 or left out until the next sync point (dropped, SPD, arXiv 2502.20727).
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, TypeVar
 
 import torch
@@ -82,28 +82,21 @@ class TPLlama:
         residual, x = self.arrived(sent)
         sent = None
         apart: list[Tensor] | None = None  # what each virtual rank reads beside x: its partial of the sub-module before
-        dropped: tuple[list[Tensor], Tensor | None] | None = None  # the partials and the bias of a sum left out
         for place, mode in enumerate(self.modes):
-            index, is_mlp = divmod(place, 2)
-            weights, outputs = taken.pop(0), self.outputs_of(index)
+            weights = taken.pop(0)
             partials = self.partials(place, weights, x, apart, step, cache)
             if sent is not None:  # waited for behind the compute: that is the overlap
                 residual, x = self.arrived(sent)
                 sent = None
-            take = None if outputs is None else outputs.mlp if is_mlp else outputs.attention
             apart, bias = None, self.scaled(weights.bias)
             if mode in APART:
                 apart = self.sum_in_group(partials)
                 residual, x = self.add_bias(residual, x, bias)
                 if mode == DROPPED:
-                    dropped = apart, weights.bias
                     continue
-                sent = self.send_apart(residual, apart, bias, take)
+                sent = self.send_apart(residual, apart)
             else:
-                sent = PendingSum(self.collectives, residual, bias, partials.pop(), take)
-            if outputs is not None and dropped is not None:
-                outputs.send_dropped(self.collectives, dropped[0], self.scaled(dropped[1]))
-            dropped = None
+                sent = PendingSum(self.collectives, residual, bias, partials.pop())
             taken = self.upcoming(place + 1)
             yield
             if mode not in HIDING:
@@ -125,11 +118,6 @@ class TPLlama:
         """Return a part that is added to the stream, times the family's factor; nothing is computed where that is 1."""
         scale = self.shape.decoder.residual_scale
         return added if added is None or scale == 1 else added * scale
-
-    def outputs_of(self, index: int) -> Any:
-        """Return the receiver of what this layer's sub-modules add to the stream, which may be there in training
-        (``LayerOutputs``)."""
-        return None
 
     def upcoming(self, place: int) -> list[Any]:
         """Return the weights of the sub-modules from ``place`` on up to the next sum; behind the last take the
@@ -160,26 +148,15 @@ class TPLlama:
         within = self.collectives.split(self.group_size).within
         return [within.all_reduce(partial) for partial in partials]
 
-    def send_apart(
-        self,
-        residual: Stream,
-        partials: list[Tensor],
-        bias: Tensor | None,
-        take: Callable[[Tensor], None] | None,
-    ) -> PendingSum:
+    def send_apart(self, residual: Stream, partials: list[Tensor]) -> PendingSum:
         """Send the sum of a delayed sub-module, of whose bias the stream knows already.
 
         partials: of this process's virtual ranks, which read them meanwhile: the message is new memory.
-        take: see PendingSum; receives the sum with the bias.
         """
         total = partials[0].clone() if len(partials) == 1 else sum_of(partials)
-        taken = take
-        if take is not None and bias is not None:
-            share, give = ShareOfGradient.apply(bias, 1 / self.collectives.ranks), take
-            taken = lambda total: give(total + share)  # noqa: E731
         size = self.group_size
         collectives = self.collectives if size == 1 else self.collectives.split(size).across
-        return PendingSum(collectives, residual, None, total, taken)
+        return PendingSum(collectives, residual, None, total)
 
     def partials(
         self, place: int, weights: Any, x: Stream, apart: list[Tensor] | None, step: Step, cache: KVCache

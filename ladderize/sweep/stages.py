@@ -100,11 +100,10 @@ def parsed_options(words: Words) -> GivenOptions:
 def adapt_words(model: str, output: str, method: Method, dense: str, options: Given, verify: bool) -> tuple[Words, ...]:
     """Return the commands of a stage of adaptation. An adapter is merged right away.
 
-    dense: the teacher, unless distill_weight and hidden_weight are 0.
+    dense: the teacher, unless distill_weight is 0.
     """
-    weights = {"distill_weight": 1, "hidden_weight": 0}
-    is_taught = method not in SHARDS or any(options.get(name, value) for name, value in weights.items())
-    kept = {key: value for key, value in options.items() if is_taught or key not in weights}
+    is_taught = method not in SHARDS or bool(options.get("distill_weight", 1))
+    kept = {key: value for key, value in options.items() if is_taught or key != "distill_weight"}
     own: Given = {"method": method, "distill_from": dense if is_taught else None}
     no_verify, written = {"no_verify": not verify}, f"{output}/{trained_folder(method)}"
     if method != LORA:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -51,13 +50,12 @@ def hf_training(folder: Path, dense: Path, device: torch.device, *, everything: 
         accelerator = open_accelerator(device.type)
         assert accelerator.device.type == device.type
         checkpoint, teacher = open_checkpoint(str(folder)), open_checkpoint(str(dense))
-        how: dict[str, Any] = {"collecting": True, "device": device}
         student = make_student(
-            open_model(checkpoint, Layout.from_config(checkpoint.config), **how),
+            open_model(checkpoint, Layout.from_config(checkpoint.config), device),
             torch.float32,
             trained=trained_tensors(checkpoint.tensors, range(LAYERS), everything),
         )
-        taught = make_teacher(open_model(teacher, Layout.dense(LAYERS), **how), torch.float32, student)
-        yield HFTraining(accelerator, student, taught, compared=range(LAYERS))
+        taught = make_teacher(open_model(teacher, Layout.dense(LAYERS), device), torch.float32, student)
+        yield HFTraining(accelerator, student, taught)
     finally:
         reset_accelerate()

@@ -20,7 +20,7 @@ DROPPED = ("--sync-tp-size", 2, "--spd-fraction", 0.5, "--epochs", 2, "--lr", 1e
 SCORED = ("--data", DATA, "--samples", 4, "--out", f"{OUT}.json")
 SAMPLED = ("--num-samples", 5, "--max-new-tokens", 5, "--seed", 3, "--out", f"{OUT}.jsonl")
 COMMANDS = {
-    "adapt full": ("adapt", MODEL, OUT, "--method", "full", "--hidden-weight", 1, "--no-verify", *STEPS),
+    "adapt full": ("adapt", MODEL, OUT, "--method", "full", "--no-verify", *STEPS),
     "adapt lora": ("adapt", MODEL, OUT, "--method", "lora", "--teacher-cache", f"{OUT}-answers", *STEPS),
     "adapt align": ("adapt", MODEL, OUT, "--method", "align", "--no-verify", *TEACHER),
     "spd": ("spd", DENSE, OUT, "--data", DATA, "--repair", "blocks", *DROPPED),

@@ -82,7 +82,7 @@ def test_out_is_looked_at_before_anything_is_aligned(place, tmp_path, monkeypatc
 
 
 def test_what_is_refused(place, done, tmp_path):
-    dense = aligned(place, tmp_path / "out", "--train", "all", "--hidden-weight", 0, model="dense")
+    dense = aligned(place, tmp_path / "out", "--train", "all", model="dense")
     assert "is dense; --align aligns converted weights" in one_sentence(dense)
     again = aligned(place, tmp_path / "out", model=done / "out")
     assert "was retrained already (full); --align aligns converted weights that" in one_sentence(again)

@@ -76,7 +76,7 @@ def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):
     [
         (["--samples", "4"], 2, "--samples has no effect with --method full"),
         (["--method", "align"], 2, "--max-steps has no effect with --method align"),
-        (["--hidden-weight", "1"], 2, "or --hidden-weight above 0, have no effect without each other"),
+        (["--distill-weight", "1"], 2, "a --distill-weight above 0 have no effect without each other"),
         (["--data", "none.jsonl"], 1, "--data none.jsonl names nothing that exists"),
         (["--method", "lora", "--lora-targets", "q_proj,lm_head"], 2, "--lora-targets must name some of q_proj, "),
         (["--seq-len", "65"], 1, "--seq-len 65 is more than the 64 positions"),

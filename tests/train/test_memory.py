@@ -113,7 +113,7 @@ def peak_and_estimate(model, out, options):
     ("model", "more"),
     [
         ("ladder", {"gradient_checkpointing": True, "train": "all"}),
-        ("upper", {"hidden_weight": 1.0}),
+        ("upper", {}),
         ("spd", {"micro_batch_size": 2}),
         ("spd", {"method": "lora", "gradient_checkpointing": True}),
         ("upper", {"teacher_cache": "answers"}),

@@ -17,7 +17,7 @@ def run_group(place, out, *more, **environment):
 
 
 def test_two_processes_make_the_steps_of_one(place, tmp_path):
-    more = ["--distill-from", place / "dense", "--hidden-weight", 1, *CLIPPED]
+    more = ["--distill-from", place / "dense", *CLIPPED]
     succeed(place, tmp_path / "one", *more, steps=4)
     run_group(place, tmp_path / "two", *more)
     check_same_run(tmp_path / "two", tmp_path / "one")
@@ -83,7 +83,7 @@ def run_sharded(place, out, kill, *more, **kwargs):
 def test_fsdp2_makes_the_steps_of_one_process_and_goes_on(qwen3, tmp_path):
     """Killed, and ended by the same command. Of another family than elsewhere in this file."""
     method = random.choice(["full", "lora"])
-    more = ["--distill-from", qwen3 / "dense", "--hidden-weight", 1, "--eval-every", 2, "--method", method, *CLIPPED]
+    more = ["--distill-from", qwen3 / "dense", "--eval-every", 2, "--method", method, *CLIPPED]
     succeed(qwen3, tmp_path / "one", *more, steps=4)
     assert run_sharded(qwen3, tmp_path / "two", 4, *more).returncode != 0
     assert (tmp_path / "two.ladderize-work" / "step-00000002" / "state.json").is_file()

@@ -82,7 +82,7 @@ def test_only_what_is_named_is_trained(place, tmp_path):
 
 
 def test_how_a_step_is_cut_does_not_matter(place, tmp_path):
-    distil = ["--distill-from", place / "dense", "--hidden-weight", 0.7, *CLIPPED]
+    distil = ["--distill-from", place / "dense", *CLIPPED]
     succeed(place, tmp_path / "a", *distil, "--micro-batch-size", 2, steps=3)
     succeed(place, tmp_path / "b", *distil, "--gradient-checkpointing", "--micro-batch-size", 4, steps=3)
     assert losses_of(tmp_path / "a") == pytest.approx(losses_of(tmp_path / "b"), rel=1e-4)
@@ -159,7 +159,7 @@ def test_retrained_weights_are_known_as_such(place, tmp_path):
 def test_a_model_better_than_the_dense_one_is_brought_back_to_it(place, tmp_path):
     """It fits the held-out rows, which the dense model has never seen: its perplexity rises while its KL falls."""
     succeed(place, tmp_path / "fitted", "--lr", "1e-2", steps=50)
-    teacher = ("--distill-from", place / "dense", "--hidden-weight", 1, "--write", "best", "--eval-every", 1)
+    teacher = ("--distill-from", place / "dense", "--write", "best", "--eval-every", 1)
     document = succeed(place, tmp_path / "out", *teacher, model=tmp_path / "fitted", steps=4)
     perplexity, criterion = document["heldout_perplexity"], document["criterion"]
     assert perplexity["before"] < perplexity["after"]

@@ -94,7 +94,6 @@ def test_refusals(place, tmp_path, small_parts):
     for folder in (out, place / "dense" / "answers"):
         assert "name a folder apart from models and OUT" in said(*taught(place, folder))
     assert not (place / "dense" / "answers").exists()
-    assert "predictions alone" in said(*taught(place, answers, "--hidden-weight", 1))
     assert "a stream's rows have no numbers" in said(*taught(place, answers, "--data", "hub:a/b:train"))
     first, second, *_ = sorted(answers.glob("*/train*"))
     whole = first.read_bytes()

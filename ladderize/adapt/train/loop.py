@@ -196,24 +196,23 @@ class Loop:
         # scored targets, and all that are not padding
         counts = [[(micro["targets"] >= least).sum() for least in (0, IGNORED_TARGET)] for micro in micros]
         scored, tokens = model.sum(torch.tensor(counts, dtype=torch.float64).sum(0).to(accelerator.device))
-        sums = torch.zeros(4, device=accelerator.device, dtype=torch.float64)
-        sums[3] = stopped()
+        sums = torch.zeros(3, device=accelerator.device, dtype=torch.float64)
+        sums[2] = stopped()
         for micro in micros:
             batch = Batch.of(micro, accelerator.device)
             with accelerator.accumulate(model.student):
                 losses = model.losses(batch)
-                means = (losses[0] / scored, losses[1] / scored, losses[2] / tokens)
                 # Gradients are averaged over ranks and micro-batches; multiplied so, they are those of the mean over
                 # the step's tokens.
                 scale = model.data_size * len(micros)
-                accelerator.backward((options.objective.total(*means) * scale).float())
-            sums[:3] += losses.detach()
+                accelerator.backward((options.objective.total(*losses / scored) * scale).float())
+            sums[:2] += losses.detach()
         length = model.clip(options.max_grad_norm).double().to(sums.device)
         # The only place in a step where the host waits for the device.
         together = torch.cat((model.sum(sums), length.reshape(1), scored[None], tokens[None]))
-        entropy, divergence, hidden, stop, norm, scored, tokens = together.tolist()
-        entropy, divergence, hidden = entropy / scored, divergence / scored, hidden / tokens
-        loss = options.objective.total(entropy, divergence, hidden)
+        entropy, divergence, stop, norm, scored, tokens = together.tolist()
+        entropy, divergence = entropy / scored, divergence / scored
+        loss = options.objective.total(entropy, divergence)
         if not (math.isfinite(loss) and math.isfinite(norm)) and progress.step:
             self.folder.save(progress, model)  # the weights are still those of the step before
         self.check(loss, norm)
@@ -230,8 +229,6 @@ class Loop:
         values = {"step": progress.step, "loss": loss, "cross_entropy": entropy}
         if options.objective.distill_weight:
             values["divergence"] = divergence
-        if options.objective.hidden_weight:
-            values["hidden_error"] = hidden
         return values | {
             "lr": rate,
             "gradient_norm": norm,
@@ -306,8 +303,6 @@ class Loop:
         }
         if self.options.distill_from is not None:
             values["heldout_divergence"] = scores.divergence
-        if model.compared:
-            values["heldout_hidden_error"] = scores.hidden_error
         if not progress.step and progress.dense_perplexity is not None:
             values["dense_heldout_perplexity"] = progress.dense_perplexity
         self.write(values)
@@ -315,13 +310,13 @@ class Loop:
 
     def score(self, advance: Callable[[int], None]) -> Scores:
         """Return the losses of the held-out rows under the current weights; every rank scores a part."""
-        sums = torch.zeros(5, device=self.accelerator.device, dtype=torch.float64)
+        sums = torch.zeros(3, device=self.accelerator.device, dtype=torch.float64)
         for batch in self.heldout_batches(advance):
-            sums[:3] += self.model.losses(batch)
-            sums[3:] += torch.stack((batch.targets >= 0, batch.targets >= IGNORED_TARGET)).sum((1, 2))
+            sums[:2] += self.model.losses(batch)
+            sums[2] += len(batch.scored)
         # a state cannot hold what is not finite
-        entropy, divergence, hidden, scored, tokens = self.model.sum(sums).nan_to_num(HUGE, HUGE).tolist()
-        return Scores(entropy / scored, divergence / scored, round(scored), hidden / tokens)
+        entropy, divergence, scored = self.model.sum(sums).nan_to_num(HUGE, HUGE).tolist()
+        return Scores(entropy / scored, divergence / scored, round(scored))
 
     def heldout_batches(self, advance: Callable[[int], None]) -> Iterator[Batch]:
         """Yield a rank's part of the held-out rows in micro-batches, the same number on every rank.

@@ -63,8 +63,6 @@ def estimate(task: Task) -> dict[str, Any]:
     of_logits = logits * (2 * compute + of_teacher) + min(logits, LOGITS_AT_ONCE) * FP32 * (4 + has_teacher)
     if task.options.gradient_checkpointing:  # a layer is computed again when the logits are gone
         activations = hidden * FP32 * len(kept) + max(0, max(kept) * width - of_logits // tokens)
-    if task.compared:  # both models' outputs of attention and MLP, and fp32 copies
-        activations += hidden * (4 * len(task.compared) * compute + 3 * FP32)
     activations += options.seq_len * (2 + compute)  # the mask, a copy made on the way, and what is added to the scores
     parts = {
         "weights": (trained * FP32 + frozen * compute) // ranks,

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ladderize.adapt.data_files import check_sources, data_files, hub_dataset, split_weight
@@ -42,41 +42,28 @@ MICRO_BATCH_TOKENS = 8192
 MOST_TOKENS = 10**18  # more than any data have
 # A run that resumes must have these in common with the one before. Others may change, as after the loss exploded.
 LORA_FIELDS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
-FIXED = ["method", "train", "heldout", "seq_len", "batch_size", "weight_decay", "seed"]
-FIXED += ["distill_weight", "hidden_weight", *LORA_FIELDS]
+FIXED = ["method", "train", "heldout", "seq_len", "batch_size", "weight_decay", "seed", "distill_weight", *LORA_FIELDS]
 RateSchedule = Literal["cosine", "linear", "constant"]
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss: (1 - w) * cross-entropy + w * KL(teacher || student) + hidden_weight * hidden error, w: distill_weight.
-
-    The hidden error is the mean squared error of what attention and MLP of each converted layer add to the residual
-    stream, relative to what the teacher's add (runtime/training/outputs.py).
-    """
+    """The loss: (1 - w) * cross-entropy + w * KL(teacher || student), w: distill_weight. On held-out rows it decides
+    which weights are best."""
 
     distill_weight: float = 0.0
-    hidden_weight: float = 0.0
 
     @property
     def label(self) -> str:
         """The loss in words."""
         w = self.distill_weight
-        label = "cross-entropy" if not w else "KL" if w == 1 else f"{w:g} KL + {1 - w:g} cross-entropy"
-        return f"{label} + {self.hidden_weight:g} hidden error" if self.hidden_weight else label
+        return "cross-entropy" if not w else "KL" if w == 1 else f"{w:g} KL + {1 - w:g} cross-entropy"
 
-    @property
-    def criterion(self) -> "Objective":
-        """The loss without the hidden error, in nats per token. On held-out rows it decides which weights are best."""
-        return replace(self, hidden_weight=0.0)
-
-    def total(self, cross_entropy: Any, divergence: Any, hidden: Any) -> Any:
-        """Return the loss from three means, which are numbers or tensors."""
-        loss = cross_entropy
-        if self.distill_weight:
-            loss = (1 - self.distill_weight) * cross_entropy + self.distill_weight * divergence
-        return loss + self.hidden_weight * hidden if self.hidden_weight else loss
+    def total(self, cross_entropy: Any, divergence: Any) -> Any:
+        """Return the loss from two means, which are numbers or tensors."""
+        w = self.distill_weight
+        return (1 - w) * cross_entropy + w * divergence if w else cross_entropy
 
 
 def parse_count(text: str) -> int:
@@ -124,12 +111,6 @@ class RetrainOptions(Record):
         min=0.0,
         max=1.0,
         shown="1 with --distill-from",
-    )
-    hidden_weight: float = option(
-        "Weight of the hidden error: how far what attention and MLP of the converted layers add to the stream is from"
-        " the dense model's, as a relative mean squared error.",
-        0.0,
-        shown="0",
     )
     teacher_cache: str | None = option(
         "Keep the dense model's answers (its 64 likeliest next tokens) on --data in this folder, and train with them"
@@ -223,7 +204,7 @@ class RetrainOptions(Record):
     def objective(self) -> Objective:
         """The loss: with a teacher its predictions alone, unless ``distill_weight`` says otherwise."""
         weight = float(self.distill_from is not None) if self.distill_weight is None else self.distill_weight
-        return Objective(weight, self.hidden_weight)
+        return Objective(weight)
 
     def check_usage(self) -> None:
         """Raise UsageError for impossible values, and for options that do not go together."""
@@ -237,15 +218,8 @@ class RetrainOptions(Record):
             raise UsageError(f"--lora-targets must name some of {', '.join(LORA_TARGETS)}")
         check_sources(self.data)
         check_lr(self.lr)
-        if (self.distill_from is not None) != bool(self.objective.distill_weight or self.hidden_weight):
-            raise UsageError(
-                "--distill-from, and a --distill-weight or --hidden-weight above 0, have no effect without each other"
-            )
-        if self.teacher_cache is not None and (self.hidden_weight or not self.objective.distill_weight):
-            raise UsageError(
-                "--teacher-cache holds the dense model's predictions alone; it needs a --distill-weight above 0, and no"
-                " --hidden-weight"
-            )
+        if (self.distill_from is not None) != bool(self.objective.distill_weight):
+            raise UsageError("--distill-from and a --distill-weight above 0 have no effect without each other")
         if self.teacher_cache is not None and any(map(hub_dataset, self.data)):
             raise UsageError("--teacher-cache needs --data of files; a stream's rows have no numbers")
         if not self.max_grad_norm > 0:

@@ -110,7 +110,7 @@ def chosen_step(task: Task, progress: Progress, work: TrainingFolder) -> int:
     if progress.kept_step is None:
         before, last = (scores.criterion(objective) for scores in (progress.before, progress.last))
         advice = "delete it and train with a lower --lr or on other data"
-        check_improved(objective.criterion.label, before, last, work=work.folder, advice=advice)
+        check_improved(objective.label, before, last, work=work.folder, advice=advice)
     return progress.kept_step or progress.step
 
 
@@ -142,7 +142,7 @@ def write_outcome(
         if progress.dense_perplexity is not None:
             heldout["dense"] = progress.dense_perplexity
         scores = {"before": before.criterion(options.objective), "after": after.criterion(options.objective)}
-        criterion = {"name": options.objective.criterion.label, **scores}
+        criterion = {"name": options.objective.label, **scores}
     adaptation = Adaptation(
         model=task.model,
         out=job.out,

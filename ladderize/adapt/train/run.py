@@ -283,7 +283,7 @@ def ask_teacher(
 
     def open_teacher() -> Callable[[Batch], Tensor]:
         with console.stage("loading the dense model"):
-            model = open_model(dense, Layout.dense(task.layout.num_layers), collecting=False, device=device)
+            model = open_model(dense, Layout.dense(task.layout.num_layers), device)
             return place_teacher(make_teacher(model, task.compute, None), accelerator)
 
     try:
@@ -325,10 +325,10 @@ def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Cons
     accelerator.gradient_accumulation_steps = rows_of_rank // options.micro_batch_size
     if options.tp_size > 1:
         return build_tensor_parallel(task, accelerator, ranks, console)
-    how: dict[str, Any] = {"collecting": bool(task.compared), "device": None if is_sharded else accelerator.device}
+    device = None if is_sharded else accelerator.device
     with console.stage("loading the models" if task.loads_teacher else "loading the model"):
         student = make_student(
-            open_model(task.checkpoint, task.layout, **how),
+            open_model(task.checkpoint, task.layout, device),
             task.compute,
             trained=task.trained,
             lora=task.lora,
@@ -337,13 +337,12 @@ def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Cons
         )
         teacher = None
         if task.teacher is not None and task.loads_teacher:
-            dense = open_model(task.teacher, Layout.dense(task.layout.num_layers), **how)
+            dense = open_model(task.teacher, Layout.dense(task.layout.num_layers), device)
             teacher = make_teacher(dense, task.compute, None if is_sharded else student)
     return HFTraining(
         accelerator,
         student,
         teacher,
-        compared=task.compared,
         weight_decay=options.weight_decay,
         micro_batch_size=options.micro_batch_size,
         max_grad_norm=options.max_grad_norm,

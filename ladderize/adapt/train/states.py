@@ -31,12 +31,11 @@ STEP, STEP_WEIGHTS = f"step-{DIGITS}", f"weights-{DIGITS}.safetensors"
 
 @dataclass(frozen=True)
 class Scores(Record):
-    """Held-out losses: means per scored token in nats. The hidden error is a mean over all tokens."""
+    """Held-out losses: means per scored token in nats."""
 
     cross_entropy: float
     divergence: float
     tokens: int
-    hidden_error: float = 0.0
 
     @property
     def perplexity(self) -> float:
@@ -45,12 +44,12 @@ class Scores(Record):
     def criterion(self, objective: Objective) -> float:
         """Return the value by which the best weights are chosen: the lower the better, infinite where it is not a
         number."""
-        value = objective.criterion.total(self.cross_entropy, self.divergence, 0.0)
+        value = objective.total(self.cross_entropy, self.divergence)
         return value if math.isfinite(value) else math.inf
 
     def text(self, objective: Objective) -> str:
         """Return the scores in words: the perplexity, and the criterion where it is another value."""
-        known = f"{objective.criterion.label} {self.criterion(objective):.4g}, " if objective.distill_weight else ""
+        known = f"{objective.label} {self.criterion(objective):.4g}, " if objective.distill_weight else ""
         return f"held-out {known}perplexity {self.perplexity:.4f}"
 
 

@@ -1,12 +1,12 @@
 """The Hugging Face model in training with its losses, and its dense teacher.
 
 Trained parameters are fp32, since the optimizer's steps are lost in bfloat16's rounding; frozen ones have the compute
-dtype. There are three losses: the cross-entropy on the text, the divergence from the dense teacher's predictions
-(Hinton et al., arXiv 1503.02531), and the error of sub-module outputs against the teacher's. The first two are sums
-over scored tokens, the third over all tokens; the loop divides by their number in the whole step on all ranks.
+dtype. There are two losses: the cross-entropy on the text, and the divergence from the dense teacher's predictions
+(Hinton et al., arXiv 1503.02531). Both are sums over scored tokens; the loop divides by their number in the whole step
+on all ranks.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,12 @@ from transformers.utils import logging
 from ladderize.adapt.lora import add_adapters
 from ladderize.blocks import Blocks
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.convert.remote_code.modeling_ladderized import base_linear
 from ladderize.families.registry import decoder_of
-from ladderize.layout import APART, Layout
+from ladderize.layout import Layout
 from ladderize.modeling import ladderized_class
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.training.batch import Batch
-from ladderize.runtime.training.outputs import LossModule, SubModuleOutputs
+from ladderize.runtime.training.vocab_losses import LossModule
 
 # transformers' sdpa under a name for which it makes no mask, and so never waits for the device to see if texts are
 # packed.
@@ -48,24 +47,21 @@ class ScoredLogits(nn.Module):
         self.get_input_embeddings, self.get_output_embeddings = model.get_input_embeddings, model.get_output_embeddings
         self.tie_weights = model.tie_weights
 
-    def scored_logits(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:
+    def scored_logits(self, batch: Batch) -> Tensor:
         """Return the logits [scored tokens, vocab].
 
         ``use_cache=False`` and no mask: only so does transformers see from the positions where a packed text begins. It
         looks by waiting for the device, so it is told where that is possible.
-
-        outputs: receives what the sub-modules add to the stream; needs layers that are ``CollectingLayer``.
         """
         rows: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
         if self.model.config._attn_implementation == SDPA_AS_TOLD:
             rows["attention_mask"] = batch.additive_mask(self.compute)
-        more = {} if outputs is None else {"sub_module_outputs": outputs}
-        hidden = self.model.model(**rows, use_cache=False, **more).last_hidden_state
+        hidden = self.model.model(**rows, use_cache=False).last_hidden_state
         logits = self.model.lm_head(batch.scored_states(hidden))
         return logits if self.scale == 1 else logits * self.scale
 
-    def forward(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:
-        return self.scored_logits(batch, outputs)
+    def forward(self, batch: Batch) -> Tensor:
+        return self.scored_logits(batch)
 
 
 class Student(LossModule, ScoredLogits):  # type: ignore[misc]
@@ -76,38 +72,9 @@ class Student(LossModule, ScoredLogits):  # type: ignore[misc]
 # ---- the models ----
 
 
-class CollectingLayer:
-    """A base to put before a layer's class: the layer then also returns what its sub-modules add to the stream.
-
-    These are results of ``forward``, so they are kept once where activation checkpointing computes a layer again, and
-    FSDP2 knows that gradients come through them.
-    """
-
-    self_attn: Any
-    attention_sync: str
-    with_outputs: Callable[..., tuple[Any, Tensor, Tensor]]
-    scaled: Callable[[Tensor], Tensor]
-
-    def __call__(self, *args: Any, sub_module_outputs: SubModuleOutputs | None = None, **kwargs: Any) -> Any:
-        layer: Any = super()
-        state, attention, mlp = layer.__call__(*args, **kwargs)
-        own = None if sub_module_outputs is None else sub_module_outputs.of(self.self_attn.layer_idx)
-        if own is not None:
-            own.attention(attention)
-            own.mlp(mlp)
-        return state
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        state, attention, mlp = self.with_outputs(*args, **kwargs)
-        if self.attention_sync in APART and (bias := base_linear(self.self_attn.o_proj).bias) is not None:
-            attention = attention + self.scaled(bias)
-        return state, attention, mlp
-
-
-def open_model(checkpoint: Checkpoint, layout: Layout, *, collecting: bool, device: Any) -> Any:
+def open_model(checkpoint: Checkpoint, layout: Layout, device: Any) -> Any:
     """Return the model of a checkpoint as it is stored, of our own class even where it is dense.
 
-    collecting: layers can return what their sub-modules add to the stream.
     device: None leaves the weights to Accelerate, which shards them.
     """
     blocks = Blocks(checkpoint, torch.float32, torch.device("cpu"))
@@ -128,11 +95,6 @@ def open_model(checkpoint: Checkpoint, layout: Layout, *, collecting: bool, devi
     if not any(blocks.decoder.windows):  # masks of windows are left to transformers
         ALL_ATTENTION_FUNCTIONS.register(SDPA_AS_TOLD, ALL_ATTENTION_FUNCTIONS["sdpa"])
         model.config._attn_implementation = SDPA_AS_TOLD
-    if collecting:
-        own = ladderized_class(blocks.family, "DecoderLayer")
-        kind = type(f"Collecting{own.__name__}", (CollectingLayer, own), {})
-        for layer in model.model.layers:
-            layer.__class__ = kind
     return model
 
 

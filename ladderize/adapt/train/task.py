@@ -93,11 +93,6 @@ class Task:
         return self.teacher is not None and self.options.teacher_cache is None
 
     @property
-    def compared(self) -> tuple[int, ...]:
-        """The layers whose sub-modules are compared with the teacher's."""
-        return tuple(self.layout.converted_layers) if self.options.objective.hidden_weight else ()
-
-    @property
     def everything(self) -> bool:
         """True where embedding, norm and LM head are trained, too."""
         return self.options.train == "all" and not self.is_lora

@@ -43,7 +43,6 @@ class TensorParallelTraining(TrainingModel):
         data: Ranks,
         tensor: Ranks,
         *,
-        compared: Any = (),
         weight_decay: float = 0.0,
     ) -> None:
         self.weights, self.shape, self.collectives, self.tensor = student.weights, student.shape, collectives, tensor
@@ -60,7 +59,7 @@ class TensorParallelTraining(TrainingModel):
                 init_sync=False,
             )
         scored = None if teacher is None else teacher.scored_logits
-        super().__init__(accelerator, wrapped, scored, compared, tp_size=tensor.size)
+        super().__init__(accelerator, wrapped, scored, tp_size=tensor.size)
         self.optimizer = make_optimizer(self.parameters, weight_decay, fused=True)
         # The share of each row's squares that this rank counts, so that rows held by several ranks, or virtual ranks,
         # count once: [rows it holds].
@@ -125,16 +124,8 @@ def build_tensor_parallel(
         if task.teacher is not None and task.loads_teacher:
             dense = Layout.dense(task.layout.num_layers)
             teacher = _model(task, task.teacher, dense, tensor, collectives, student.weights).eval()
-    return TensorParallelTraining(
-        accelerator,
-        student.train(),
-        teacher,
-        collectives,
-        data,
-        tensor,
-        compared=task.compared,
-        weight_decay=task.options.weight_decay,
-    )
+    decay = task.options.weight_decay
+    return TensorParallelTraining(accelerator, student.train(), teacher, collectives, data, tensor, weight_decay=decay)
 
 
 def open_collectives(task: Task, tensor: Ranks, console: Console) -> Collectives:
@@ -142,8 +133,7 @@ def open_collectives(task: Task, tensor: Ranks, console: Console) -> Collectives
     tokens, schedule = task.options.micro_batch_size * task.options.seq_len, Schedule(task.options.schedule)
     stream = tokens * int(task.checkpoint.config["hidden_size"]) * task.compute.itemsize
     most = max(stream, tokens * STATISTICS_BYTES)
-    in_flight = schedule.in_flight + (schedule.chunks if task.compared else 0)  # sums of dropped attentions
-    collectives, chosen = choose("auto", tensor, max_bytes=most, in_flight=in_flight)
+    collectives, chosen = choose("auto", tensor, max_bytes=most, in_flight=schedule.in_flight)
     console.note(f"sums over {chosen}")
     return collectives
 

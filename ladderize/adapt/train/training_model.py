@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ladderize.adapt.data.packing import PADDING_TARGET
 from ladderize.adapt.lora import PEFT_PREFIX
 from ladderize.adapt.train.student import ScoredLogits, Student
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.training.batch import Batch
-from ladderize.runtime.training.outputs import SubModuleOutputs
 from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
 
 BETAS, EPSILON = (0.9, 0.95), 1e-8
@@ -36,7 +34,6 @@ class TrainingModel(ABC):
     student: returns the losses of a micro-batch.
     teacher: returns the dense model's logits where targets are scored; None without one, and where the batches have its
     answers.
-    compared: the layers whose sub-module outputs ``losses`` compares.
     data_rank, data_size: this rank among those that share the rows of a step.
     tp_size: ranks that work on the same rows.
     shapes: of every whole trained tensor, by its name in a file.
@@ -51,12 +48,10 @@ class TrainingModel(ABC):
         self,
         accelerator: Accelerator,
         student: Any,
-        teacher: Callable[..., Tensor] | None,
-        compared: Sequence[int],
+        teacher: Callable[[Batch], Tensor] | None,
         tp_size: int = 1,
     ) -> None:
-        self.accelerator, self.student, self.teacher, self.compared = accelerator, student, teacher, compared
-        self.tp_size = tp_size
+        self.accelerator, self.student, self.teacher, self.tp_size = accelerator, student, teacher, tp_size
         self.data_rank, self.data_size = accelerator.process_index // tp_size, accelerator.num_processes // tp_size
 
     @property
@@ -65,16 +60,13 @@ class TrainingModel(ABC):
         return [parameter for parameter in self.student.parameters() if parameter.requires_grad]
 
     def losses(self, batch: Batch) -> Tensor:
-        """Return the losses of one micro-batch: [3], on the device, equal on ranks of the same rows.
-
-        Cross-entropy and divergence are summed over scored tokens, the hidden error over all tokens.
-        """
+        """Return cross-entropy and divergence of one micro-batch, summed over scored tokens: [2], on the device, equal
+        on ranks of the same rows."""
         scores = None
-        outputs = SubModuleOutputs(self.compared, batch.targets != PADDING_TARGET) if self.compared else None
         if self.teacher is not None:
             with torch.no_grad():
-                scores = self.teacher(batch, outputs=outputs)
-        return self.student(batch, teacher_logits=scores, teacher_outputs=outputs)
+                scores = self.teacher(batch)
+        return self.student(batch, teacher_logits=scores)
 
     @torch.no_grad()
     def teacher_entropy(self, batch: Batch) -> Tensor:
@@ -158,7 +150,6 @@ class HFTraining(TrainingModel):
         student: Student,
         teacher: ScoredLogits | None,
         *,
-        compared: Sequence[int] = (),
         weight_decay: float = 0.0,
         micro_batch_size: int = 1,
         max_grad_norm: float = 1.0,
@@ -177,7 +168,7 @@ class HFTraining(TrainingModel):
         warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
         prepared, self.optimizer = accelerator.prepare(student, optimizer)
         placed = None if teacher is None else place_teacher(teacher, accelerator)
-        super().__init__(accelerator, prepared, placed, compared)
+        super().__init__(accelerator, prepared, placed)
         named = accelerator.unwrap_model(prepared).model.named_parameters()
         self.named = {file_name(name): parameter for name, parameter in named if parameter.requires_grad}
         # Only DeepSpeed knows the shape of a tensor that ZeRO 3 has sharded.
@@ -218,7 +209,7 @@ def file_name(name: str) -> str:
     return f"{PEFT_PREFIX}{name.replace('.default.', '.')}" if ".lora_" in name else name
 
 
-def place_teacher(teacher: ScoredLogits, accelerator: Accelerator) -> Callable[..., Tensor]:
+def place_teacher(teacher: ScoredLogits, accelerator: Accelerator) -> Callable[[Batch], Tensor]:
     """Return the frozen teacher as a function, on the device and sharded as the student is; Accelerate prepares one
     model only."""
     if accelerator.is_fsdp2:
@@ -236,8 +227,8 @@ def place_teacher(teacher: ScoredLogits, accelerator: Accelerator) -> Callable[.
     else:
         teacher.to(accelerator.device)
 
-    def scored(*arguments: Any, **named: Any) -> Tensor:
+    def scored(batch: Batch) -> Tensor:
         with accelerator.autocast():
-            return teacher(*arguments, **named)
+            return teacher(batch)
 
     return scored

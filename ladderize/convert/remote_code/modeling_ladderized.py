@@ -104,14 +104,6 @@ class LadderizedDecoderLayer:
         return super().__call__(*state, *args, **kwargs)
 
     def forward(self, hidden_states, visible=None, **kwargs):
-        return self.with_outputs(hidden_states, visible, **kwargs)[0]
-
-    def with_outputs(self, hidden_states, visible=None, **kwargs):
-        """Return what `forward` returns, and what attention and the MLP add to the stream.
-
-        Training may compare the latter with the dense model's. A dropped or delayed attention's is without the bias of
-        o_proj.
-        """
         attention_input = self.input_layernorm(hidden_states if visible is None else visible)
         attention_output, _ = self.self_attn(attention_input, **kwargs)
         partials = 0  # of attention, by rank, where its sum never comes
@@ -132,11 +124,11 @@ class LadderizedDecoderLayer:
         by_rank, bias, mlp_output = self.mlp_products(self.post_attention_layernorm(mlp_input))
         complete = stream + mlp_output
         if self.mlp_sync == "blocking":
-            return complete, attention_output, mlp_output
+            return complete
         visible = before if self.attention_sync == "dropped" else stream
         if self.mlp_sync == "delayed":
             visible = (visible if bias is None else visible + bias) + by_rank + partials
-        return (complete, visible), attention_output, mlp_output
+        return complete, visible
 
     def scaled(self, output):
         """Return the part of what attention or the MLP computed that is added to the stream."""

@@ -12,7 +12,6 @@ taken before the sub-module's norm, whose backward is linear in the gradient: a 
 message.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,21 +29,13 @@ class PendingSum:
 
     residual: the sum is added to it; None: to nothing.
     bias: is added once.
-    take: receives the sum with the bias as soon as it is there.
     """
 
-    __slots__ = ("bias", "handle", "link", "residual", "sent", "take")
+    __slots__ = ("bias", "handle", "link", "residual", "sent")
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        residual: Stream | None,
-        bias: Tensor | None,
-        product: Tensor,
-        take: Callable[[Tensor], None] | None = None,
-    ) -> None:
+    def __init__(self, collectives: Collectives, residual: Stream | None, bias: Tensor | None, product: Tensor) -> None:
         self.residual: Stream | None = residual
-        self.bias, self.take = bias, take
+        self.bias = bias
         self.link: _Link | None = None
         self.sent: Tensor | None = None
         if torch.is_grad_enabled():
@@ -58,22 +49,16 @@ class PendingSum:
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return the residual stream with the sum and the bias, [batch, tokens, hidden], and the same as x."""
         if self.link is not None:
-            after, x, *total = _Wait.apply(self.link, self.take is not None, self.bias, self.residual, self.sent)
+            after, x = _Wait.apply(self.link, self.bias, self.residual, self.sent)
             self.sent = self.residual = None
-        else:
-            residual = None if self.residual is None else whole(self.residual)
-            if self.take is None:  # nobody asks for the sum itself
-                after = x = _added(self.handle.wait_added(residual), None, self.bias)
-            else:
-                total = [self.handle.wait()]
-                after = x = _added(total[0], residual, self.bias)
-        if self.take is not None:
-            self.take(total[0] if self.bias is None else total[0] + self.bias)
-        return after, x
+            return after, x
+        residual = None if self.residual is None else whole(self.residual)
+        after = self.handle.wait_added(residual)
+        return (after if self.bias is None else after + self.bias,) * 2
 
     def wait_unadded(self) -> tuple[Stream, Stream]:
         """Return what ``wait`` does, but leave the sum to the stream's reader where nothing else is to be added."""
-        if self.residual is None or self.bias is not None or self.take is not None or self.link is not None:
+        if self.residual is None or self.bias is not None or self.link is not None:
             return self.wait()
         stream = Unadded(whole(self.residual), self.handle.wait())
         return stream, stream
@@ -84,18 +69,16 @@ class _Link:
 
     held: True if a gradient of the stream before the sum is needed.
     direct: the gradient of the stream, which all ranks have alike.
-    apart: the gradient of the sum that was taken: of the product, not of the stream.
     total: the gradient of the stream before the sum.
     """
 
-    __slots__ = ("__weakref__", "apart", "collectives", "direct", "handle", "held", "total")
+    __slots__ = ("__weakref__", "collectives", "direct", "handle", "held", "total")
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
         self.held = False
         self.handle: Handle | None = None
         self.direct: Tensor | None = None
-        self.apart: Tensor | None = None
         self.total: Tensor | None = None
 
     def arrived(self) -> Tensor | None:
@@ -145,45 +128,36 @@ class _Start(Function):
         total = link.arrived()
         if link.held:
             link.total = total
-        apart, link.apart = link.apart, None
-        if apart is not None:
-            total = apart if total is None else total + apart
         return None, total
 
 
 class _Wait(Function):
-    """The wait for the sum. Returns the stream with the sum twice, as the stream and as x; with ``taken`` also the sum
-    itself.
+    """The wait for the sum. Returns the stream with the sum twice, as the stream and as x.
 
     All ranks have the sum alike, like the stream.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, link: _Link, taken: bool, bias: Tensor | None, residual: Tensor | None, sent: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, link: _Link, bias: Tensor | None, residual: Tensor | None, sent: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.link = link
         assert link.handle is not None
-        total, link.handle = link.handle.wait(), None
-        after = _added(total, residual, bias)
-        # a tensor of its own also where nothing was added
-        return (after, after.view_as(after), *([total.view_as(total)] if taken else []))
+        after, link.handle = link.handle.wait(), None
+        if residual is not None:
+            after = residual + after
+        if bias is not None:
+            after = after + bias
+        return after, after.view_as(after)  # a tensor of its own also where nothing was added
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        link, (direct, own, *apart) = ctx.link, gradients
-        link.direct, link.apart = direct, apart[0] if apart else None
+        link, (link.direct, own) = ctx.link, gradients
         if own is not None:
             link.handle = link.collectives.all_reduce_async(own.contiguous())
         # the nodes before this one find their gradients in the link: autograd never touches a message on its way
-        return (None,) * 5
-
-
-def _added(total: Tensor, residual: Tensor | None, bias: Tensor | None) -> Tensor:
-    if residual is not None:
-        total = residual + total
-    return total if bias is None else total + bias
+        return (None,) * 4
 
 
 class ShareOfGradient(Function):

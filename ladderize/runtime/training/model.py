@@ -19,7 +19,7 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import check_activation
 from ladderize.runtime.step import Step
 from ladderize.runtime.training.batch import Batch
-from ladderize.runtime.training.outputs import LayerOutputs, LossModule, SubModuleOutputs
+from ladderize.runtime.training.vocab_losses import LossModule
 from ladderize.runtime.training.weights import TrainedWeights, UsedWeights
 
 
@@ -61,16 +61,11 @@ class TPTraining(LossModule):
         self.vocabulary = collectives, self.shape.vocab_start, self.shape.vocab
         self.rope = GrowingRope(dict(config), most_positions(config), weights.norm.device)
 
-    def scored_logits(self, batch: Batch, outputs: SubModuleOutputs | None = None) -> Tensor:
-        """Return this rank's columns of the logits where a target counts: [tokens that count, own vocab].
-
-        outputs: receives what the sub-modules add to the stream.
-        """
+    def scored_logits(self, batch: Batch) -> Tensor:
+        """Return this rank's columns of the logits where a target counts: [tokens that count, own vocab]."""
         self.collectives.tidy()
         used = UsedWeights(self.weights)
-        model = _TrainedLlama(
-            self.shape, self.layout, used, self.collectives, recompute=self.recompute, outputs=outputs
-        )
+        model = _TrainedLlama(self.shape, self.layout, used, self.collectives, recompute=self.recompute)
         rope = self.rope(batch.input_ids.shape[1])[batch.position_ids].unsqueeze(2)
         step = Step(rope, 0, 0, batch.mask, causal=batch.mask is None)
         cache = NoCache(self.weights.compute, batch.input_ids.device)
@@ -78,12 +73,9 @@ class TPTraining(LossModule):
 
 
 class _TrainedLlama(TPLlama):
-    def __init__(self, *arguments: Any, recompute: bool, outputs: SubModuleOutputs | None) -> None:
+    def __init__(self, *arguments: Any, recompute: bool) -> None:
         super().__init__(*arguments)
-        self.recompute, self.outputs = recompute, outputs
-
-    def outputs_of(self, index: int) -> LayerOutputs | None:
-        return None if self.outputs is None else self.outputs.of(index)
+        self.recompute = recompute
 
     def partials(
         self, place: int, weights: Any, x: Stream, apart: list[Tensor] | None, step: Step, cache: KVCache

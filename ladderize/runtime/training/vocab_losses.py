@@ -13,19 +13,41 @@ Of a token's student scores s (with target y) and teacher scores t:
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ladderize.blocks import LOGITS_AT_ONCE
 from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.training.batch import Batch
 
 # Columns of a rank's statistics of one token.
 STUDENT_MAX, STUDENT_SUM, TARGET, TEACHER_MAX, TEACHER_SUM, PRODUCT = range(6)
 STATISTICS_BYTES = 24  # of a token, that each rank sends at most
+
+
+class LossModule(nn.Module):
+    """A model in training, whose pass returns its losses.
+
+    vocabulary: the ranks that share it, and this one's part, as ``vocab_parallel_losses`` takes them.
+    scored_logits: returns a batch's logits [tokens that count, own vocab].
+    """
+
+    vocabulary: tuple[Collectives, int, int]
+    scored_logits: Callable[[Batch], Tensor]
+
+    def forward(self, batch: Batch, teacher_logits: Tensor | None = None) -> Tensor:
+        """Return the sums of cross-entropy and divergence of a pass: [2], fp32, equal on all ranks.
+
+        teacher_logits: [tokens that count, own vocab]; None: those of the batch's answers, if it has any.
+        """
+        logits = self.scored_logits(batch)
+        if batch.likeliest is not None and batch.answers is not None:
+            teacher_logits = teacher_from_answers(logits, batch.likeliest, batch.answers, *self.vocabulary)
+        return torch.stack(vocab_parallel_losses(logits, batch.scored_targets, teacher_logits, *self.vocabulary))
 
 
 def vocab_parallel_losses(
