@@ -3,18 +3,15 @@
 import json
 import os
 import re
-import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from ladderize.demo.inputs import MODEL
-from tests.helpers import change_json, edit_json, edit_tensors, invoke, invoke_well, listing, refusal, save_llama
+from tests.helpers import change_json, edit_json, edit_tensors, invoke_well, listing, refusal, save_llama
 
 
 def refused(source, out, *options, code=1):
@@ -31,11 +28,11 @@ def text(name, content):
 
 
 def weights(content):
-    """content: bytes, or a function of those that are there."""
+    """content: a function of the bytes that are there."""
 
     def change(source):
         path = source / "model.safetensors"
-        path.write_bytes(content(path.read_bytes()) if callable(content) else content)
+        path.write_bytes(content(path.read_bytes()))
 
     return change
 
@@ -80,8 +77,6 @@ DAMAGE = {
     "no config": (gone("config.json"), "no config.json"),
     "config is not JSON": (text("config.json", "{"), "not valid JSON"),
     "no hidden size": (missing("hidden_size"), "config.json: hidden_size is missing, but must be a positive integer"),
-    "hundreds of digits": (config(hidden_size=10**400), r"hidden_size is 10{59}\.\.\., but must be"),
-    "no layers": (config(num_hidden_layers=0), "num_hidden_layers is 0"),
     "heads": (config(num_key_value_heads=3), "cannot share 3 key-value heads"),
     "escape sequences": (config(model_type="\x1b[31mred\x07"), r"this is a \\x1b\[31mred\\x07, which"),
     "no model type": (config(model_type=None), "model without model_type"),
@@ -89,24 +84,13 @@ DAMAGE = {
     "config is a FIFO": (fifo("config.json"), "config.json is not a regular file"),
     "weights are a FIFO": (fifo("model.safetensors"), "is not a regular file"),
     "rope": (config(rope_parameters={"rope_type": "magic"}), "'magic', which is not one of default, linear"),
-    "rope type is a list": (config(rope_parameters={"rope_type": []}), "rope_type is '\\[\\]', which is not one of"),
-    "no rope theta": (config(rope_theta=None, rope_parameters=None), "rope_theta is None"),
-    "pickle only": (
-        lambda source: (source / "model.safetensors").rename(source / "pytorch_model.bin"),
-        "only pickle weights.*save_pretrained",
-    ),
+    "pickle only": (lambda s: (s / "model.safetensors").rename(s / "pytorch_model.bin"), "only pickle weights.*save_"),
     "no weights": (gone("model.safetensors"), "holds neither"),
     "truncated": (weights(lambda raw: raw[:-9]), "is truncated"),
-    "eight bytes": (weights(b"\xff" * 8), "truncated or not a safetensors"),
     "header lies": (norm_entry(shape=[320]), "is truncated or not a safetensors file"),
     "header overlaps": (norm_entry(data_offsets=[0, 128]), "is truncated or not a safetensors file"),
-    "negative shape": (norm_entry(shape=[-32]), "integer `-32`, expected usize"),
-    "unknown dtype": (norm_entry(dtype="Q7"), "unknown variant `Q7`"),
     "tensor missing": (tensors(lambda t: t.pop(Q)), f"{Q} is missing"),
-    "tensor misshapen": (
-        tensors(lambda t: t.update({Q: torch.zeros(31, 32)})),
-        r"shape \[31, 32\], but config.json asks for \[32, 32\]",
-    ),
+    "tensor misshapen": (tensors(lambda t: t.update({Q: torch.zeros(31, 32)})), r"\[31, 32\], but config.json asks"),
     "tensor too many": (tensors(lambda t: t.update(extra=torch.zeros(3))), "not a tensor of a Llama"),
     "integer tensor": (tensors(lambda t: t.update({Q: torch.zeros(32, 32, dtype=torch.int8)})), "stored as I8"),
 }
@@ -165,13 +149,11 @@ def test_index_that_leads_astray(tmp_path, entry, message):
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--ladder", "2:9"], 1, "out of range for a model of 4 layers"),
         (["--spd", "all", "--sync-tp-size", "3"], 1, "3 does not divide the 8 attention heads; this model takes 1, 2"),
         (["--spd", "all"], 2, "needs --sync-tp-size"),
         (["--delayed", "1:", "--ladder", "2", "--sync-tp-size", "4"], 1, "exclude each other, and both name 2"),
         (["--sync-tp-size", "4"], 2, "no effect without --delayed or --spd"),
         (["--dense", "--ladder", "2:"], 2, "does not go with"),
-        ([], 1, "nothing to convert"),
         (["--ladder", "2:", "--revision", "main"], 1, "has no revisions"),
     ],
 )
@@ -185,8 +167,6 @@ def test_wrong_options(llama, tmp_path, options, code, message):
     [
         ("lader: 2:4", "unknown key 'lader'; known are ladder,"),
         ("ladder: 2.5", "write ranges"),
-        ("", "holds no recipe"),
-        ("sync_tp_size: 4", "no effect without"),
         ("spd: all\nsync_tp_size: '4'", "is '4', but must be of type int"),
         ("!!python/object/apply:os.system ['true']", "not valid YAML"),
     ],
@@ -240,16 +220,6 @@ def test_wrong_targets(llama, tmp_path):
     assert (tmp_path / "full" / "thesis.tex").read_text() == "years of work"
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "sub/notes.txt"])
-def test_a_link_to_nothing(llama, tmp_path, name):
-    path = llama / name
-    path.parent.mkdir(exist_ok=True)
-    path.unlink(missing_ok=True)
-    path.symlink_to("nowhere")
-    assert path.name in refused(llama, tmp_path / "out")
-    assert listing(tmp_path) == ["src"]
-
-
 def test_weights_that_are_links_into_out(llama, tmp_path):
     invoke_well("convert", llama, tmp_path / "out", "--ladder", "2:", "--no-verify")
     (llama / "model.safetensors").unlink()
@@ -265,31 +235,10 @@ def test_an_adapter_beside_the_weights(llama, tmp_path):
     assert "holds a PEFT adapter" in refused(llama, tmp_path / "out")
 
 
-def test_a_broken_pipe_is_no_error(llama):
-    command = f"{sys.executable} -m ladderize inspect {llama} --layers | head -1 >/dev/null; echo ${{PIPESTATUS[0]}}"
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert "Traceback" not in result.stderr
-
-
 @pytest.mark.parametrize(
     "error",
     [MemoryError(), torch.OutOfMemoryError("of the GPU"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
 )
 def test_memory_that_runs_out(llama, monkeypatch, error):
-    def exhausted(*_, **__):
-        raise error
-
-    monkeypatch.setattr("ladderize.convert.inspection.inspect_checkpoint", exhausted)
+    monkeypatch.setattr("ladderize.convert.inspection.inspect_checkpoint", mock.Mock(side_effect=error))
     assert "the memory is exhausted" in refusal("inspect", llama)
-
-
-def test_a_tokenizer_on_which_its_library_panics(tmp_path):
-    """A regular expression that takes exponential time; what Rust code ends in is no Exception."""
-    shutil.copytree(MODEL, tmp_path / "m")
-    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
-    edit_json(tmp_path / "m" / "tokenizer.json", pre_tokenizer=split)
-    hard = "a" * 39 + "b"
-    outcome = invoke("generate", tmp_path / "m", "-p", hard)
-    assert outcome.code == 1
-    assert "the tokenizers library gave up" in outcome.stderr
-    assert "Traceback" not in outcome.stderr

@@ -22,7 +22,7 @@ from ladderize.runtime.generate_file import GenerateFileDocument, LineWriter
 from ladderize.runtime.sampling import Sampling
 from tests import warm
 from tests.adapt_data.rows import MARKED, PLAIN, TURNS, one, scored_text, write_jsonl
-from tests.helpers import SHAPE, clearly_chosen, invoke, invoke_well, listing, refusal, save_llama
+from tests.helpers import SHAPE, clearly_chosen, invoke_json, invoke_well, listing, refusal, save_llama
 
 LENGTH = 12  # the most new tokens
 ENDS = {5, 11}  # of the model with random weights
@@ -46,10 +46,14 @@ def tokenizer(model):
     return load_tokenizer(model)
 
 
-def command(model, prompts, out, *, batch=2, **options):
+def words_of(model, out, batch, options):
     more = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
-    return ["generate", model, "--prompt-file", prompts, "--out", out, "--batch-size", batch, "--max-new-tokens",
-            LENGTH, "--dtype", "float32", *more]  # fmt: skip
+    sizes = ["--batch-size", batch, "--max-new-tokens", LENGTH, "--dtype", "float32"]
+    return ["generate", model, "--out", out, *sizes, *more]
+
+
+def command(model, prompts, out, *, batch=2, **options):
+    return [*words_of(model, out, batch, options), "--prompt-file", prompts]
 
 
 def rows_of(path):
@@ -149,10 +153,8 @@ def prompts(greedy, tmp_path):
 def test_greedy_answers_are_those_of_transformers(model, greedy, texts, prompts, tmp_path, tp_size, batch):
     """Prompts of all lengths side by side, in one batch and in several, in the file's order."""
     out = tmp_path / "out.jsonl"
-    outcome = invoke_well(
-        *command(model, prompts, out, batch=batch, temperature=0, tp_size=tp_size, threads=1), "--json"
-    )
-    document, rows = json.loads(outcome.stdout), rows_of(out)
+    how = {"batch": batch, "temperature": 0, "tp_size": tp_size, "threads": 1}
+    document, rows = invoke_json(*command(model, prompts, out, **how)), rows_of(out)
     assert [(answer_of(row), row["finish_reason"]) for row in rows] == texts
     for row, question in zip(rows, greedy[0], strict=True):
         assert list(row)[-1] == "finish_reason"
@@ -169,9 +171,11 @@ def test_greedy_answers_are_those_of_transformers(model, greedy, texts, prompts,
 def test_a_draw_depends_on_seed_number_and_step_only(model, whole, tokenizer, tmp_path):
     """By default the model's own distribution, whatever is beside an answer."""
     sampling = Sampling(temperature=1.0, seed=7)
-    rows, made = questions(
-        whole, tokenizer, 10, lambda ids, number: (one_at_a_time(whole, ids, sampling, number), sampling)
-    )
+
+    def new_ids(ids, number):
+        return one_at_a_time(whole, ids, sampling, number), sampling
+
+    rows, made = questions(whole, tokenizer, 10, new_ids)
     prompts = write_jsonl(tmp_path / "prompts.jsonl", rows)
     expected = [expected_text(tokenizer, prompt_ids(tokenizer, row), new) for row, new in zip(rows, made, strict=True)]
     for number, more in enumerate([{"batch": 1}, {"batch": 7, "tp_size": 2, "threads": 1}]):
@@ -184,7 +188,7 @@ def test_a_draw_depends_on_seed_number_and_step_only(model, whole, tokenizer, tm
 
 
 def test_rows_of_all_kinds(model, tmp_path):
-    user = [{"role": "user", "content": "the cat"}]
+    user, asked = [{"role": "user", "content": "the cat"}], {"messages": TURNS[:-1]}
     kinds = [
         {"messages": TURNS},
         {"conversations": [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "no"}]},
@@ -195,15 +199,14 @@ def test_rows_of_all_kinds(model, tmp_path):
     with open(file, "a") as more:
         more.write("\n  \n")
     invoke_well(*command(model, file, tmp_path / "out.jsonl"))
-    plain = [{"messages": TURNS[:-1]}, {"messages": user}, {"prompt": "the cat"}, {"prompt": "the cat"}]
-    formatted = [{"messages": TURNS[:-1]}, *[{"messages": user}] * 3]
+    plain = [asked, {"messages": user}, {"prompt": "the cat"}, {"prompt": "the cat"}]
 
     def wanted(rows):
         return [{"messages": row["messages"][:-1]} if "messages" in row else {"prompt": row["prompt"]} for row in rows]
 
     assert wanted(rows_of(tmp_path / "out.jsonl")) == plain
     invoke_well(*command(model, file, tmp_path / "chat.jsonl"), "--chat")
-    assert wanted(rows_of(tmp_path / "chat.jsonl")) == formatted
+    assert wanted(rows_of(tmp_path / "chat.jsonl")) == [asked, *[{"messages": user}] * 3]
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(kinds[:1]), path)  # a column has one type
     assert wanted(answer(model, path, tmp_path / "parquet.jsonl")) == plain[:1]
@@ -245,9 +248,7 @@ def test_the_space_that_an_answer_begins_with_is_kept(stories):
 
 
 def from_bos(model, out, samples=10, *, batch=4, **options):
-    more = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
-    return ["generate", model, "--from-bos", "--num-samples", samples, "--out", out, "--batch-size", batch,
-            "--max-new-tokens", LENGTH, "--dtype", "float32", "--threads", 1, *more]  # fmt: skip
+    return [*words_of(model, out, batch, options), "--from-bos", "--num-samples", samples, "--threads", 1]
 
 
 def write(*arguments, **options):
@@ -273,8 +274,7 @@ def source(tmp_path_factory):
 
 
 def test_a_line_is_ids_from_bos_to_eos(source, tmp_path):
-    outcome = invoke(*from_bos(source, tmp_path / "self.jsonl", 40), "--json")
-    document, lines = json.loads(outcome.stdout), rows_of(tmp_path / "self.jsonl")
+    document, lines = invoke_json(*from_bos(source, tmp_path / "self.jsonl", 40)), rows_of(tmp_path / "self.jsonl")
     assert listing(tmp_path) == ["self.jsonl"]
     assert len(lines) == document["samples"] == 40
     assert document["ended_samples"] == sum(line["finish_reason"] == "stop" for line in lines)
@@ -361,10 +361,8 @@ def test_other_runs_do_not_touch_the_firsts_work(source, unfinished):
 def test_kill_9_at_any_moment(source, tmp_path):
     out, samples = tmp_path / "self.jsonl", 120
     process = warm.WarmProcess([sys.executable, "-m", "ladderize", *map(str, from_bos(source, out, samples))])
-    most = random.uniform(0, 0.7) * samples
-    warm.wait_until(
-        lambda: any(path.read_bytes().count(b"\n") >= most for path in tmp_path.glob("self.jsonl.*.part")), process
-    )
+    most, parts = random.uniform(0, 0.7) * samples, "self.jsonl.*.part"
+    warm.wait_until(lambda: any(path.read_bytes().count(b"\n") >= most for path in tmp_path.glob(parts)), process)
     process.kill()
     process.communicate()
     whole = write(source, tmp_path / "whole.jsonl", samples)
@@ -392,7 +390,6 @@ FILE, BOS = ["--prompt-file", "x.jsonl"], ["--from-bos", "--num-samples", 3]
     ("arguments", "message"),
     [
         ([], "give one of --prompt TEXT, --prompt-file FILE to answer many, or --from-bos"),
-        (["-p", "x", "--num-samples", 3], "--num-samples and --engine vllm are for --prompt-file and --from-bos"),
         (["--from-bos", "--out", "x.jsonl"], "--from-bos needs --num-samples N"),
         (FILE, "need --out FILE"),
         ([*BOS, "--out", "x.jsonl", "--temperature", 0], "it takes no --chat, and a --temperature above 0"),
@@ -419,8 +416,7 @@ def test_files_that_cannot_be_used(model, tmp_path, content, message):
 
 def test_a_run_that_made_nothing_leaves_nothing(model, prompts, tmp_path, monkeypatch):
     out = tmp_path / "out.jsonl"
-    before = listing(tmp_path)
-    message = refusal(*command(MODEL, prompts, out))
+    before, message = listing(tmp_path), refusal(*command(MODEL, prompts, out))
     assert ": " + str(MODEL) + " has no chat template, which a conversation needs" in message
     assert "prompts.jsonl, line " in message
     monkeypatch.setattr("ladderize.runtime.decode.are_sound", lambda logits: torch.tensor(False))
