@@ -55,16 +55,3 @@ def test_sigterm_ends_a_command_as_ctrl_c_does():
         command()
     assert (ended.value.code, stderr.getvalue(), cleaned) == (143, "Stopped by SIGTERM.\n", [True])
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("models/a", "`models/a`"),
-        ("a`[d](http:x)`<b>", "`` a`[d](http:x)`<b> ``"),
-        ("`` ` ```", "```` `` ` ``` ````"),
-        ("a\u202eb\nc\x1b", "`a\\u202eb\\nc\\x1b`"),
-    ],
-)
-def test_a_name_in_a_card_stays_code(name, shown):
-    assert console.code_span(name) == shown

@@ -4,10 +4,8 @@ import math
 
 import pytest
 
-from ladderize.errors import LadderizeError
 from ladderize.runtime import launch
 from ladderize.runtime.collectives.links import SLICED_BYTES
-from ladderize.runtime.shards import check_runnable
 from tests.groups import run_all_models
 from tests.helpers import SHAPE, make_layout, make_model, random_ids
 from tests.test_runtime import assert_computed
@@ -55,11 +53,3 @@ def test_messages_that_cross_the_slow_link(computed):
     for (name, family), result in ((key, found) for key, found in computed[2].items() if len(key) == 2):
         sent = [*modes[name].attention_sync, *modes[name].mlp_sync]
         assert result["all_reduces"] == 1 + sum(mode in ("blocking", "overlapped") for mode in sent), (name, family)
-
-
-def test_which_sizes_run():
-    config, layout = {"model_type": "llama", **SHAPE}, make_layout("delayed all 2")
-    for ranks in (1, 2, 4, 8):
-        check_runnable(config, layout, ranks, in_groups=True)
-    with pytest.raises(LadderizeError, match="--tp-size 4 does not divide the 2 virtual ranks"):
-        check_runnable(config, layout, 4)
