@@ -1,4 +1,4 @@
-"""Evaluations as ``ladderize eval`` stores them, of which every part can be changed before they are written."""
+"""Results of ``ladderize eval`` that tests make up."""
 
 import json
 import math
@@ -16,10 +16,8 @@ class Written:
     def __init__(self, folder: Path, name: str) -> None:
         self.path, self.name = folder / f"{name}.json", name
         self.samples: dict[str, list[dict[str, Any]]] = {}
-        self.harness: dict[str, Any] = {
-            part: {}
-            for part in ("results", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
-        }
+        parts = ("results", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
+        self.harness: dict[str, Any] = {part: {} for part in parts}
         self.model: dict[str, Any] = {
             "model": f"models/{name}", "layout": "dense", "attention_sync": ["blocking"], "mlp_sync": ["blocking"],
             "sync_tp_size": None, "parameters": 1, "dtype": "float32", "device": "cpu", "torch_version": "2",
@@ -28,12 +26,7 @@ class Written:
         self.options: dict[str, Any] = {"tasks": []}
 
     def task(
-        self,
-        name: str,
-        values: Mapping[str, Any],
-        *,
-        higher: bool | None = True,
-        filters: tuple[str, ...] = ("none",),
+        self, name: str, values: Mapping[str, Any], *, higher: bool = True, filters: tuple[str, ...] = ("none",)
     ) -> "Written":
         """values: metric -> of each sample."""
         self.options["tasks"].append(name)
@@ -50,9 +43,8 @@ class Written:
         ]  # fmt: skip
         reported = {f"{metric},{kind}": float(np.mean(given)) for kind in filters for metric, given in values.items()}
         self.harness["results"][name] = {"alias": name, **reported}
-        self.harness["configs"][name] = {
-            "metric_list": [{"metric": metric, "aggregation": "mean"} for metric in values]
-        }
+        metrics = [{"metric": metric, "aggregation": "mean"} for metric in values]
+        self.harness["configs"][name] = {"metric_list": metrics}
         self.harness["versions"][name], self.harness["n-shot"][name] = 1.0, 0
         self.harness["higher_is_better"][name] = dict.fromkeys(values, higher)
         return self

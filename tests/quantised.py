@@ -98,10 +98,7 @@ GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8}
 FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
     "int8": (int8, compressed("int-quantized", CHANNEL, TOKENS)),
     "FP8 dynamic": (fp8, compressed("float-quantized", {**CHANNEL, "type": "float"}, FLOAT_TOKENS)),
-    "FP8 static": (
-        fp8_static,
-        compressed("float-quantized", {**FIXED, "dynamic": False}, FIXED, kv_cache_scheme=FIXED),
-    ),
+    "FP8 static": (fp8_static, compressed("float-quantized", FIXED, FIXED, kv_cache_scheme=FIXED)),
     "W4A16": (pack_quantised, compressed("pack-quantized", GROUPS, None)),
     "W4A16 asymmetric": (pack_asymmetric, compressed("pack-quantized", {**GROUPS, "symmetric": False}, None)),
     "FP8 blocks": (fp8_blocks, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}),

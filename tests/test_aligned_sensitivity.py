@@ -32,10 +32,7 @@ SCORED, ALIGNED, HELD_OUT, TOKENS = 3, 12, 3, 16  # windows of so many tokens
 @pytest.fixture(scope="module", autouse=True)
 def few_tokens():
     """So few to align on by default."""
-    with (
-        patch("ladderize.adapt.layers.options.SHORT", ALIGNED * TOKENS),
-        patch("ladderize.adapt.layers.options.TOKENS_PER_INPUT", 1),
-    ):
+    with patch.multiple("ladderize.adapt.layers.options", SHORT=ALIGNED * TOKENS, TOKENS_PER_INPUT=1):
         yield
 
 
@@ -66,6 +63,17 @@ def well_measured(*arguments, **more):
 
 def drawn(model, ids):
     return read_windows(open_checkpoint(str(model)), str(ids), seq_len=None, seed=5)
+
+
+def note_layouts(monkeypatch, noted):
+    """Append to ``noted`` each layout that is scored from now on; returns it."""
+
+    def scored(self, layout, *rest, original=AlignedLayouts.__call__):
+        noted.append(layout)
+        return original(self, layout, *rest)
+
+    monkeypatch.setattr(AlignedLayouts, "__call__", scored)
+    return noted
 
 
 def by_commands(model, layout, windows, folder, monkeypatch):
@@ -140,21 +148,13 @@ def test_a_killed_run_goes_on(model, ids, tmp_path, monkeypatch):
     assert [len(row) for row in kept.values()] == [SCORED] * 2
     refused = one_sentence(measured(model, ids, out, *mode, "--samples", SCORED + 1))
     assert "holds unfinished work with another data; delete it, or name another --out" in refused
-    monkeypatch.setattr(
-        AlignedLayouts, "__call__", lambda self, layout, *rest: scored.append(layout) or original(self, layout, *rest)
-    )
+    note_layouts(monkeypatch, scored)
     resumed = measured(model, ids, out, *mode)
     assert "2 models were measured before" in resumed.stderr
     every = [Layout.dense(LAYERS), *(change.layout for change in layer_changes("sweep", LAYERS, 2)[::-1])]
     assert scored == every  # each of them once, first what takes the least
     assert json.loads(out.read_text()) == json.loads((tmp_path / "whole.json").read_text())
     assert listing(tmp_path) == ["s.json", "whole.json"]
-
-
-def test_a_model_in_half_precision(ids, tmp_path):
-    for dtype in (torch.bfloat16, torch.float16):
-        folder = save_llama(tmp_path / str(dtype), dtype=dtype)
-        well_measured(folder, ids, tmp_path / f"{dtype}.json")
 
 
 # ---- layouts that plan measures ----
@@ -177,10 +177,7 @@ def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monke
     costs_of = {change.layout: cost for change, cost in zip(changes, sensitivity.costs, strict=True)}
     layouts = [[*costs_of][number] for number in fresh_rng().choice(len(costs_of), 2, replace=False)]
     costs = [costs_of[layout] for layout in layouts]
-    aligned, original = [], AlignedLayouts.__call__
-    monkeypatch.setattr(
-        AlignedLayouts, "__call__", lambda self, layout, *rest: aligned.append(layout) or original(self, layout, *rest)
-    )
+    aligned = note_layouts(monkeypatch, [])
     measurer = aligned_measurer(model, points, tmp_path)
     measured = [measurer.measure(layouts[0], False)]
     assert str(layouts[0]) in measurer.tables[True]  # aligned once, scored on all windows

@@ -50,28 +50,22 @@ def compare_files(*written: Written) -> ladderize.ComparisonDocument:
 
 
 def test_differences_flips_and_pools_are_those_of_the_answers(pair):
-    dense, other = pair
-    document = compare_files(dense, other)
-    values = []
+    document = compare_files(*pair)
     for one in document.tasks:
-        by_id = [
-            {sample["doc_id"]: sample["acc"] for sample in written.samples[one.task]} for written in (dense, other)
-        ]
-        lost = [doc for doc in by_id[0] if by_id[0][doc] > by_id[1][doc]]
-        gained = [doc for doc in by_id[0] if by_id[0][doc] < by_id[1][doc]]
+        own, theirs = ({sample["doc_id"]: sample["acc"] for sample in each.samples[one.task]} for each in pair)
+        lost = [doc for doc in own if own[doc] > theirs[doc]]
+        gained = [doc for doc in own if own[doc] < theirs[doc]]
         assert (sorted(lost), sorted(gained)) == (one.right_to_wrong, one.wrong_to_right)
-        assert one.difference == pytest.approx((len(gained) - len(lost)) / len(by_id[0]))
+        assert one.difference == pytest.approx((len(gained) - len(lost)) / len(own))
+        assert one.main
+        assert one.samples == len(own)
+    overall = document.overall
+    assert overall.difference == pytest.approx(np.mean([one.difference for one in document.tasks]))
+    assert (overall.tasks, overall.samples) == (["alpha", "beta"], 420)
+    for one in (*document.tasks, overall):
         assert one.value - one.reference_value == pytest.approx(one.difference)
         assert one.low < one.difference < one.high
-        assert one.main
-        assert one.samples == len(by_id[0])
-        values.append((one.difference, one.samples))
-    overall = document.overall
-    assert overall.difference == pytest.approx(np.mean([difference for difference, _ in values]))
-    assert (overall.tasks, overall.samples) == (["alpha", "beta"], 420)
-    assert overall.value - overall.reference_value == pytest.approx(overall.difference)
-    assert overall.low < overall.difference < overall.high
-    assert document == compare_files(dense, other)  # seeded
+    assert document == compare_files(*pair)  # seeded
     assert type(document).from_dict(json.loads(json.dumps(document.to_dict())), "x") == document
 
 
@@ -85,15 +79,8 @@ def test_what_cannot_be_compared_is_left_out_by_name(pair):
             sample["bleu"] = ["a prediction", "a reference"]
             sample["metrics"].append("bleu")
     document = compare_files(*pair)
-    assert [(one.task, one.metric) for one in document.tasks] == [
-        ("alpha", "acc"),
-        ("beta", "acc"),
-        ("score", "points"),
-    ]
-    assert document.left_out == [
-        "beta: odd is no mean of numbers over the questions",
-        "beta: bleu is no mean of numbers over the questions",
-    ]
+    assert [f"{one.task} {one.metric}" for one in document.tasks] == ["alpha acc", "beta acc", "score points"]
+    assert document.left_out == [f"beta: {name} is no mean of numbers over the questions" for name in ("odd", "bleu")]
     assert document.overall.tasks == ["alpha", "beta"]
     assert document.tasks[-1].verdict is None
 
@@ -111,10 +98,8 @@ def test_fewer_errors_are_a_gain(tmp_path):
 
 
 def test_the_filters_of_a_task_are_told_apart(tmp_path):
-    written = [
-        Written(tmp_path, name).task("gsm", {"exact_match": coins(60, 0.5)}, filters=("strict", "flexible"))
-        for name in "ab"
-    ]
+    models, filters = (Written(tmp_path, name) for name in "ab"), ("strict", "flexible")
+    written = [model.task("gsm", {"exact_match": coins(60, 0.5)}, filters=filters) for model in models]
     found = compare_files(*written).tasks
     assert {one.filter for one in found} == {"strict", "flexible"}
     assert sum(one.main for one in found) == 1
@@ -169,20 +154,9 @@ def test_what_else_differed_is_remarked(pair):
 # ---- what is refused ----
 
 
-def with_samples(key: str, value: Any) -> Any:
-    def change(other: Written) -> None:
-        other.samples["alpha"][7][key] = value
-
-    return change
-
-
-def fewer(other: Written) -> None:
-    other.samples["alpha"] = other.samples["alpha"][:250]
-
-
 REFUSALS: dict[str, tuple[Any, str]] = {
-    "limit": (fewer, "documents, targets or prompts of 50 of 300 differ"),
-    "prompt": (with_samples("prompt_hash", "z"), "documents, targets or prompts of 1 of 300 differ"),
+    "limit": (lambda o: o.samples.update(alpha=o.samples["alpha"][:250]), "targets or prompts of 50 of 300 differ"),
+    "prompt": (lambda o: o.samples["alpha"][7].update(prompt_hash="z"), "targets or prompts of 1 of 300 differ"),
     "version": (lambda o: o.harness["versions"].update(beta=2.0), "not the same version of beta: 1.0 in"),
     "generation": (
         lambda o: o.harness["configs"]["beta"].update(generation_kwargs={"max_gen_toks": 9}),
@@ -213,15 +187,8 @@ def test_models_that_were_not_asked_the_same_are_refused(pair, what):
     change, message = REFUSALS[what]
     dense, other = pair
     change(other)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=f"(?=.*other.json).*{message}"):
         compare_files(dense, other)
-    assert message in str(caught.value)
-    assert "other.json" in str(caught.value)
-
-
-def cut_off(path: Path) -> None:
-    with (path.with_suffix(".samples") / "alpha.jsonl").open("a") as file:
-        file.write('{"doc_id": 5, "do')
 
 
 def point_outside(path: Path) -> None:
@@ -237,7 +204,6 @@ def link_outside(path: Path) -> None:
 
 BROKEN: dict[str, tuple[Any, str]] = {
     "foreign": (lambda path: path.write_text('{"a": 1}'), "it should be a results.json of ladderize eval"),
-    "cut off": (cut_off, "alpha.jsonl, line 301: "),
     "no file": (lambda path: (path.with_suffix(".samples") / "beta.jsonl").unlink(), "beta.jsonl is not there"),
     "path": (point_outside, "names samples of alpha outside of its folder"),
     "link": (link_outside, "outside of its folder"),

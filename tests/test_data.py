@@ -98,12 +98,3 @@ def test_ids_of_a_line_are_preferred_to_its_text(tmp_path):
     assert lists(read_documents(str(tmp_path / "ids.jsonl"), None)) == [[5, 6, 7]]
     with pytest.raises(UserError, match="token id 7.*ends at 6"):
         read_documents(str(tmp_path / "ids.jsonl"), None, vocab_size=7)
-
-
-@pytest.mark.parametrize("ids", ["5", [1.0], [True], [[1], [2, 3]], [1, None], [-1], [2**70]])
-def test_ids_that_are_none(tmp_path, ids):
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + json.dumps({"input_ids": ids, "text": "y"}))
-    with pytest.raises(
-        UserError, match=r"a.jsonl, line 2: its input_ids (are not a list of integers|hold a negative or)"
-    ):
-        read_documents(str(tmp_path / "a.jsonl"), Letters())

@@ -1,8 +1,8 @@
 import pytest
 
 from ladderize.convert.recipe import Recipe
-from ladderize.layout import Layout, LayoutError, RangeSyntaxError, check_split, format_ranges, parse_ranges
-from tests.helpers import SHAPE, random_layout
+from ladderize.layout import Layout, LayoutError, RangeSyntaxError, format_ranges, parse_ranges
+from tests.helpers import random_layout
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,3 @@ def test_authors_format_nonsense(value):
 def test_impossible_layouts(attention, mlp, ranks, message):
     with pytest.raises(LayoutError, match=message):
         Layout(tuple(attention), tuple(mlp), ranks)
-
-
-def test_no_ranks_at_all():
-    """Which sizes a model can be split into tests/test_convert.py asks of inspect."""
-    with pytest.raises(LayoutError, match="at least 1"):
-        check_split(SHAPE, 0, name="n")

@@ -3,8 +3,7 @@
 import json
 import random
 import re
-import subprocess
-import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +19,17 @@ from ladderize.plan.hardware import known_engines, read_device
 from ladderize.plan.run import PlanResult
 from ladderize.runtime.bench.options import LAYOUT_NAMES
 from ladderize.runtime.shards import read_shape
-from tests.helpers import ROOT, SHAPE, blocks_of, change_json, fresh_rng, invoke, invoke_well, one_sentence, save_llama
+from tests.helpers import (
+    SHAPE,
+    blocks_of,
+    edit_json,
+    fresh_rng,
+    invoke,
+    invoke_json,
+    invoke_well,
+    one_sentence,
+    save_llama,
+)
 from tests.quantised import save_quantised
 from tests.test_sensitivity import oracle_nll
 
@@ -59,8 +68,7 @@ def hardware(tmp_path):
 
 
 def planned(*arguments):
-    outcome = invoke_well("plan", *arguments, "--json")
-    return PlanResult.from_dict(json.loads(outcome.stdout), "plan.json")
+    return PlanResult.from_dict(invoke_json("plan", *arguments), "plan.json")
 
 
 def edited(path, key, **changes):
@@ -199,14 +207,6 @@ def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
         edited(hardware, key, calibrated=True)
 
 
-def test_a_plan_of_a_shape_imports_no_torch():
-    code = f"import sys; sys.argv = ['ladderize', 'plan', '--shape', '70b', *{H100!r}]\n"
-    code += "from ladderize.cli import main\nmain()\nassert not {'torch', 'transformers'} & set(sys.modules)"
-    outcome = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert outcome.returncode == 0, outcome.stderr
-    assert "8 x h100-sxm over nvlink, batch 1 (predicted)" in outcome.stdout
-
-
 # ---- what it refuses ----
 
 
@@ -215,11 +215,9 @@ def test_a_plan_of_a_shape_imports_no_torch():
     [
         (("--shape", "8b", "--hardware", "h1000", "--tp-size", "1"), "--hardware h1000 is neither one of"),
         (H100, "name a checkpoint, or a shape with --shape, and not both"),
-        (("--shape", "8b", *H100, "--layout", "rungs"), "--layout rungs is not one of dense, ladder, delayed, spd,"),
         (("--shape", "8b", *H100, "--sync-tp-size", "3"), "--tp-size 8 neither divides nor is a multiple of the 3"),
         (("--shape", "8b", *H100[:-1], "32"), "--link nvlink was measured with 2, 4 and 8 ranks, not 32"),
         (("--shape", "8b", *H100[:2], "--tp-size", "8"), "8 ranks send messages: give --link"),
-        (("--shape", "8b", *H100, "--batch-size", "9" * 400), "--batch-size must name integers from 1 to 1,048,576"),
         (("--shape", "8b", *H100, "--verify", "3"), "a choice needs the costs of layers and a budget"),
         (("--shape", "70b", *H100, "--outer-link", "40,25"), "--outer-link joins groups of ranks"),
     ],
@@ -277,30 +275,22 @@ def test_plan_recipe_convert_bench(dense, costs, tmp_path):
     check_measured(dense, costs.with_name("ids.npy"), choice.chosen)
     invoke_well("convert", dense, out, "--recipe", recipe, "--no-verify")
     assert Layout.from_config(read_config(out)) == choice.chosen.as_layout
-    timed = invoke_well(
-        "bench", dense, out, "--repeat", "1", "--warmup", "1", *TINY, "--baselines", "", "--json", "--dtype", "float32"
-    )
-    assert json.loads(timed.stdout)["rows"][1]["attention_sync"] == choice.chosen.attention_sync
+    quick = ("--repeat", "1", "--warmup", "1", *TINY, "--baselines", "", "--dtype", "float32")
+    assert invoke_json("bench", dense, out, *quick)["rows"][1]["attention_sync"] == choice.chosen.attention_sync
 
 
-def test_what_was_measured_is_kept_until_the_plan_is_written(dense, costs, tmp_path, monkeypatch):
-    def full(path, document):
-        raise UserError("the disk is full")
-
+def test_what_was_measured_is_kept_until_the_plan_is_written(dense, costs, tmp_path):
     budget = ("--max-ppl-increase", "500%", "--verify", "3", "--out", tmp_path / "plan.json")
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "write_json", full)
+    with mock.patch.object(run, "write_json", side_effect=UserError("the disk is full")):
         assert "the disk is full" in one_sentence(choice_of(dense, costs, *budget))
     assert list(tmp_path.glob("measured-plan-*"))
-    with monkeypatch.context() as patch:
-        patch.setattr(measure, "window_nlls", None)  # nothing is computed again
+    with mock.patch.object(measure, "window_nlls", None):  # nothing is computed again
         assert choice_of(dense, costs, *budget).code == 0
     assert not list(tmp_path.glob("measured-*"))
 
 
 def test_the_choice_is_a_row_with_the_speed_that_it_was_chosen_for(dense, costs):
     outcome = choice_of(dense, costs, *ANY, "--json")
-    assert outcome.code == 0, outcome
     result = PlanResult.from_dict(json.loads(outcome.stdout), "plan.json")
     (row,) = [row for row in result.rows if row.name == "chosen"]
     assert result.choice.chosen.speedup == pytest.approx(row.speedup)
@@ -310,23 +300,21 @@ def test_the_choice_is_a_row_with_the_speed_that_it_was_chosen_for(dense, costs)
 
 
 def test_choices_that_are_refused(dense, costs, tmp_path):
-    unlike = tmp_path / "unlike.json"
+    unlike, others, ladder = tmp_path / "unlike.json", tmp_path / "others.npy", tmp_path / "ladder"
     unlike.write_text(costs.read_text().replace('"sync_tp_size": 4', '"sync_tp_size": 3'))
-    assert "is neither a divisor nor a multiple; measure it with --sync-tp-size 4" in one_sentence(
-        choice_of(dense, unlike, *ANY)
-    )
-    np.save(tmp_path / "others.npy", fresh_rng().integers(3, 90, (12, 24)))
+    ladderize.convert_checkpoint(dense, ladder, Layout.from_layers(4, ladder=range(4)), verify=False)
+    other = save_llama(tmp_path / "other", seed=int(torch.randint(1, 1 << 20, ())))
+    for model, known, message in (
+        (dense, unlike, "is neither a divisor nor a multiple; measure it with --sync-tp-size 4"),
+        (other, costs, "was measured on another model"),
+        (ladder, costs, "is not dense (4 layers: ladder 0:4); a layout is chosen for the dense model"),
+    ):
+        assert message in one_sentence(choice_of(model, known, *ANY))
+    np.save(others, fresh_rng().integers(3, 90, (12, 24)))
     unlike.write_text(costs.read_text())
-    change_json(unlike, lambda document: document["data"].update(file=str(tmp_path / "others.npy")))
+    edit_json(unlike, data={**json.loads(costs.read_text())["data"], "file": str(others)})
     message = "is not the data that the costs were measured on"
     assert message in one_sentence(choice_of(dense, unlike, *ANY, "--verify", "3"))
-    other = save_llama(tmp_path / "other", seed=int(torch.randint(1, 1 << 20, ())))
-    assert "was measured on another model" in one_sentence(choice_of(other, costs, *ANY))
-    ladder = tmp_path / "ladder"
-    ladderize.convert_checkpoint(dense, ladder, Layout.from_layers(4, ladder=range(4)), verify=False)
-    assert "is not dense (4 layers: ladder 0:4); a layout is chosen for the dense model" in one_sentence(
-        choice_of(ladder, costs, *ANY)
-    )
     shape = ("--shape", dense, *H100[:4], "--tp-size", "4", *TINY, "--sensitivity", costs, *ANY)
     invoke_well("plan", *shape)
     assert "--shape has no weights; name the checkpoint" in one_sentence(invoke("plan", *shape, "--verify", "3"))
@@ -338,8 +326,8 @@ def test_groups_of_ranks_that_a_slow_link_joins(tmp_path):
     machines = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", 16, "--sync-tp-size", 2)
     rows = {}
     for outer in (f"40,{slow}", f"40,{2 * slow}"):
-        outcome = invoke_well("plan", "--shape", "70b", *machines, "--batch-size", 2, "--outer-link", outer, "--json")
-        rows[outer] = {row["name"]: row for row in json.loads(outcome.stdout)["rows"]}
+        document = invoke_json("plan", "--shape", "70b", *machines, "--batch-size", 2, "--outer-link", outer)
+        rows[outer] = {row["name"]: row for row in document["rows"]}
     slower, faster = rows.values()
     assert set(slower) >= {"dense", "ladder", "delayed", "spd", "spd+delayed", "2 replicas"}
     for name in ("dense", "ladder", "delayed", "spd"):

@@ -10,20 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from ladderize import convert_checkpoint, load
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from tests.helpers import (
     FAMILIES,
+    all_tensors,
     edit_json,
     edit_tensors,
-    invoke,
     invoke_json,
     invoke_well,
     listing,
-    one_sentence,
     random_ids,
     refusal,
     save_llama,
@@ -53,9 +52,8 @@ def sources(tmp_path_factory):
 def test_there_and_back(sources, tmp_path, name):
     """Weights are linked, the config is kept word for word, and --dense gives the original."""
     source = sources(name)
-    outcome = invoke_well(
-        *("convert", source, tmp_path / "out", "--ladder", "1:", "--spd", "0:2", "--sync-tp-size", "2", "--json")
-    )
+    words = ("--ladder", "1:", "--spd", "0:2", "--sync-tp-size", "2", "--json")
+    outcome = invoke_well("convert", source, tmp_path / "out", *words)
     report, body = json.loads(outcome.stdout), (tmp_path / "out" / "README.md").read_text()
     assert report["weights"] == {"linked": 1}
     runs = INSTALLED and name in (*RUNNABLE, "FP8 static")
@@ -80,17 +78,16 @@ def test_there_and_back(sources, tmp_path, name):
 @pytest.mark.parametrize("name", ["W4A16 asymmetric", "FP8 blocks"])
 def test_files_are_written_anew_byte_by_byte(sources, tmp_path, name):
     """Where tensors lack the beginning of their names, and get it."""
-    source, before = tmp_path / "src", load_file(sources(name) / "model.safetensors")
+    source, before = tmp_path / "src", all_tensors(sources(name))
     shutil.copytree(sources(name), source)
     named = {key.removeprefix("model."): tensor for key, tensor in before.items()}
     save_file(named, source / "model.safetensors", {"format": "pt"})
     report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="all"), verify=False)
     assert report.weights == {"rewritten": 1}
-    written = load_file(tmp_path / "out" / "model.safetensors")
+    written = all_tensors(tmp_path / "out")
     assert written.keys() == before.keys()
-    assert all(
-        torch.equal(written[name], before[name]) and written[name].dtype == before[name].dtype for name in before
-    )
+    assert all(torch.equal(tensor, before[key]) for key, tensor in written.items())
+    assert {key: tensor.dtype for key, tensor in written.items()} == {key: t.dtype for key, t in before.items()}
 
 
 def test_what_older_modelopt_writes(sources, tmp_path):
@@ -109,9 +106,7 @@ def test_two_groups_there_and_back(sources, tmp_path):
     """transformers verifies the output, and tells where the groups are other layers' than the tensors say."""
     source = tmp_path / "src"
     shutil.copytree(sources("int8"), source)
-    packed = {
-        name: tensor for name, tensor in load_file(sources("W4A16") / "model.safetensors").items() if ".mlp." in name
-    }
+    packed = {name: tensor for name, tensor in all_tensors(sources("W4A16")).items() if ".mlp." in name}
     edit_tensors(source, lambda t: ([t.pop(name) for name in list(t) if ".mlp." in name], t.update(packed)))
     groups = {
         name: {**FORMATS[name][1]["config_groups"]["group_0"], "format": FORMATS[name][1]["format"], "targets": targets}
@@ -178,18 +173,15 @@ def compare(folder, source, name):
 def test_other_families(tmp_path, model_type):
     """There, inspected, computed and back: with norms of heads, biases, windows and multipliers."""
     source = save_quantised(tmp_path / "src", "int8", seed=int(torch.randint(1 << 30, ())), model_type=model_type)
-    outcome = invoke_well(
-        *("convert", source, tmp_path / "out", "--ladder", "1:", "--spd", "all", "--sync-tp-size", "2", "--json")
-    )
-    assert json.loads(outcome.stdout)["verified"]["forward"] == "finite"
-    shown = json.loads(invoke("inspect", tmp_path / "out", "--json").stdout)
+    words = ("--ladder", "1:", "--spd", "all", "--sync-tp-size", "2")
+    assert invoke_json("convert", source, tmp_path / "out", *words)["verified"]["forward"] == "finite"
+    shown = invoke_json("inspect", tmp_path / "out")
     assert shown["model_type"] == f"ladderized_{model_type}"
     assert shown["quantisation"].startswith("compressed-tensors ")
     compare(tmp_path / "out", source, "int8")
     invoke_well("convert", tmp_path / "out", tmp_path / "back", "--dense", "--no-verify")
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
-        (source / "config.json").read_text()
-    )
+    config, back = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "back"))
+    assert back == config
     assert (tmp_path / "back" / "model.safetensors").samefile(source / "model.safetensors")
 
 
@@ -214,20 +206,11 @@ def tensors(change):
 Q = "model.layers.0.self_attn.q_proj"
 WRONG = {
     "unknown method": ("int8", quantised(quant_method="bitsandbytes"), "names the method 'bitsandbytes', but a conv"),
-    "sparse": ("int8", quantised(sparsity_config={"format": "sparse-bitmask"}), "has a sparsity_config"),
     "companion missing": ("int8", tensors(lambda t: t.pop(f"{Q}.weight_scale")), f"{Q}.weight_scale is missing"),
-    "zeros missing": ("AWQ", tensors(lambda t: t.pop(f"{Q}.qzeros")), f"{Q}.qzeros is missing"),
-    "weight of another shape": (
-        "int8", tensors(lambda t: t.update({f"{Q}.weight": torch.ones(64, 63, dtype=torch.int8)})),
-        r"q_proj.weight has shape \[64, 63\], but config.json asks for \[64, 64\]"),
     "nothing quantised": (
         "modelopt", tensors(lambda t: [
             t.update({name: torch.ones(t[name].shape)}) if name.endswith("_proj.weight") else t.pop(name)
             for name in list(t) if "_proj." in name]), "no projection is quantised"),
-    "a stray tensor": ("int8", tensors(lambda t: t.update({"model.extra": torch.ones(3)})), "holds model.extra"),
-    "norm quantised": (
-        "int8", tensors(lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)})),
-        "model.norm.weight is stored as I8"),
     "config of floats": (
         "int8", lambda folder: edit_json(folder / "config.json", quantization_config=None), "not a tensor of a Llama"),
 }  # fmt: skip
@@ -266,13 +249,11 @@ def test_groups_that_do_not_divide_a_rank(tmp_path, name, ranks, sentence):
 
 def test_weights_stay_as_they_are(sources, tmp_path):
     source = sources("int8")
-    outcome = invoke("convert", source, tmp_path / "out", "--ladder", "all", "--dtype", "bfloat16")
-    assert "quantised weights pass through a conversion as they are, so --dtype bfloat16" in " ".join(
-        outcome.stderr.split()
-    )
+    said = refusal("convert", source, tmp_path / "out", "--ladder", "all", "--dtype", "bfloat16")
+    assert "quantised weights pass through a conversion as they are, so --dtype bfloat16" in said
     np.save(tmp_path / "ids.npy", random_ids(4, 16).numpy())
     assigning = ("--spd", "all", "--sync-tp-size", "2", "--assign", "heads", "--data", tmp_path / "ids.npy")
-    assert "is quantised with" in one_sentence(invoke("convert", source, tmp_path / "out", *assigning))
+    assert "is quantised with" in refusal("convert", source, tmp_path / "out", *assigning)
     assert listing(tmp_path) == ["ids.npy"]
 
 

@@ -8,8 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from ladderize.errors import UserError
-from tests.helpers import ROOT, SHAPE, change_json, invoke, invoke_well, one_sentence, save_llama
+from tests.helpers import ROOT, SHAPE, invoke_well, refusal, save_llama
 from tests.sweeps import FAST, plan_of, planner, ran, read, rerun, set_gpus, spec, stages_here, stages_of, sweep, write
 
 
@@ -101,7 +100,7 @@ def test_prune_removes_what_the_file_does_not_ask_for(place, tmp_path):
     assert kept == set(stages_of(document))
     assert len(kept) == 3
     (tmp_path / "project" / "stages" / "mine").mkdir(parents=True)
-    refused = one_sentence(invoke("sweep", tmp_path / "s.yaml", "--out", tmp_path / "project", "--prune"))
+    refused = refusal("sweep", tmp_path / "s.yaml", "--out", tmp_path / "project", "--prune")
     assert "is not empty, and no folder of a sweep" in refused
 
 
@@ -111,8 +110,8 @@ def test_how_a_stage_starts_is_no_part_of_it(place, tmp_path, monkeypatch):
     def started(gpus, **more):
         set_gpus(monkeypatch, *map(str, range(gpus)))
         full = {"method": "full", "data": str(place / "ids.npy"), "max_tokens": "1k", "batch_size": 6, **more}
-        adapt = [{key: value for key, value in full.items() if value is not None}]
-        content = spec(place, layouts=[{"ladder": "0"}], adapt=adapt, bench=None)
+        adapt = {key: value for key, value in full.items() if value is not None}
+        content = spec(place, layouts=[{"ladder": "0"}], adapt=[adapt], bench=None)
         (stage,) = plan_of(tmp_path, content).points[1].adapting
         words = shlex.split(stage.command)
         before, line = words[: words.index("adapt")], words[words.index("adapt") :]
@@ -137,11 +136,8 @@ def test_layouts_with_and_without_an_assignment(place, tmp_path):
     np.save(data, np.load(place / "ids.npy"))
     entry = {"spd": "all", "sync_tp_size": 2, "assign": ["none", "neurons", "heads,neurons"]}
     content = spec(place, bench=None, adapt=None, data=str(data), layouts=[entry])
-
-    plan = plan_of(tmp_path, content)
-    assert [point.name for point in plan.points[1:]] == [
-        "spd 0:4 (sync_tp_size 2)" + words for words in ("", ", neurons assigned", ", heads and neurons assigned")
-    ]
+    plan, assigned = plan_of(tmp_path, content), ["", ", neurons assigned", ", heads and neurons assigned"]
+    assert [point.name for point in plan.points[1:]] == [f"spd 0:4 (sync_tp_size 2){words}" for words in assigned]
     commands = [stage.command for stage in plan.stages if stage.kind == "convert"]
     assert [str(data) in words for words in commands] == [False, True, True]
     before = keys(tmp_path, content)
@@ -172,10 +168,3 @@ def test_a_link_of_a_file(place, tmp_path, monkeypatch):
     assert [str(tmp_path / "card.yaml") in stage.command for stage in before.values()] == [True, False]
     (tmp_path / "card.yaml").write_text(card + "\n# measured again\n")
     assert [stage.key in before for stage in plan_of(tmp_path, content).benches] == [False, True]
-
-
-def test_a_model_that_cannot_be_converted(place, tmp_path):
-    folder = save_llama(tmp_path / "other")
-    change_json(folder / "config.json", lambda config: config.update(model_type="gpt2"))
-    with pytest.raises(UserError, match="this is a gpt2, which ladderize does not convert"):
-        plan_of(tmp_path, spec(place, model=str(folder)))
