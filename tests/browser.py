@@ -48,23 +48,18 @@ class Browser:
         self.requests: list[str] = []
         self.messages: list[str] = []
 
-    def show(
-        self, page: Path, *, width: int = DESKTOP, scheme: Scheme = "light", media: Literal["", "print"] = ""
-    ) -> None:
+    def show(self, page: Path, *, width: int = DESKTOP, scheme: Scheme = "light") -> None:
         """Open the file as a reader of this screen width (pixels) and colour scheme does, and wait until nothing
         changes any more. What it asks for and what it prints on the console is in `requests` and `messages` then."""
         self._command("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-        self.emulate(scheme, media)
+        features = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+        listed = [{"name": name, "value": value} for name, value in features.items()]
+        self._command("Emulation.setEmulatedMedia", media="", features=listed)
         self._drain()  # what the page before it left
         self.requests, self.messages = [], []
         self.driver.get(page.resolve().as_uri())
         self.run("return settled()")
         self._drain()
-
-    def emulate(self, scheme: Scheme, media: Literal["", "print"] = "") -> None:
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        features.append({"name": "prefers-reduced-motion", "value": "reduce"})
-        self._command("Emulation.setEmulatedMedia", media=media, features=features)
 
     def run(self, script: str, *arguments: Any) -> Any:
         """Return what a script returns, with the functions of browser.js defined; a promise is waited for."""
@@ -75,10 +70,6 @@ class Browser:
 
     def faint_texts(self) -> list[Faint]:
         return [Faint(**found) for found in self.run("return faintTexts()")]
-
-    def width_needed(self) -> int:
-        """The width of the page's content in pixels: wider than the screen means scrolling sideways."""
-        return int(self.run("return document.documentElement.scrollWidth"))
 
     def _command(self, name: str, **arguments: Any) -> None:
         self.driver.execute_cdp_cmd(name, arguments)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.console import to_json
-from ladderize.convert.sensitivity_file import CalibrationData, LayerCost, SensitivityDocument
 from ladderize.eval.comparison import (
     ComparisonDocument,
     PerplexityComparison,
@@ -102,16 +101,13 @@ def bench_document(
     models: Mapping[str, Layout],
     speedups: Mapping[str, float],
     *,
-    spread: float = 0.02,
     emulated: bool = False,
     batches: tuple[int, ...] = (1,),
-    tp_size: int = 2,
 ) -> dict[str, Any]:
-    """bench.json. speedups: of each model but the first; spread: half the width of their intervals."""
-    ranks = {"emulate_tp": tp_size} if emulated else {"tp_size": tp_size}
-    options = BenchOptions(**ranks, batch_sizes=batches, device="cpu")
+    """bench.json. speedups: of each model but the first."""
+    options = BenchOptions(**{"emulate_tp" if emulated else "tp_size": 2}, batch_sizes=batches, device="cpu")
     rows = [
-        _row(model_path(name), layout, speedups.get(name, 1.0), spread, batch, tp_size)
+        _row(model_path(name), layout, speedups.get(name, 1.0), batch)
         for batch in batches
         for name, layout in models.items()
     ]
@@ -124,8 +120,8 @@ def bench_document(
     return document.to_dict()
 
 
-def _row(model: str, layout: Layout, speedup: float, spread: float, batch: int, tp_size: int) -> BenchRow:
-    interval = [speedup - spread, speedup + spread]
+def _row(model: str, layout: Layout, speedup: float, batch: int) -> BenchRow:
+    interval = [speedup - 0.02, speedup + 0.02]
     prefill, decode = 40.0 / speedup, 5.0 / speedup
     part = PhaseCommunication(
         all_reduces=16, bytes=4096, no_communication_ms=0.7 * decode, alone_ms=1.5, exposed_ms=0.3 * decode,
@@ -133,7 +129,7 @@ def _row(model: str, layout: Layout, speedup: float, spread: float, batch: int, 
     )  # fmt: skip
     return BenchRow(
         model=model, kind=MODEL_ROW, schedule="sequential", layout=str(layout), **layout.to_config(),
-        weights=f"/tmp/{model}", dtype="float32", tp_size=tp_size, batch_size=batch,
+        weights=f"/tmp/{model}", dtype="float32", tp_size=2, batch_size=batch,
         ms={"prefill": prefill, "decode": decode, "end_to_end": prefill + 32 * decode},
         tokens_per_s=1e3 * batch / decode, speedup=dict.fromkeys(("prefill", "decode", "end_to_end"), speedup),
         speedup_interval=dict.fromkeys(("prefill", "decode", "end_to_end"), interval),
@@ -141,21 +137,6 @@ def _row(model: str, layout: Layout, speedup: float, spread: float, batch: int, 
         communication={"prefill": part, "decode": part},
         no_communication_samples_ms={"prefill": [1.0], "decode": [1.0]},
     )  # fmt: skip
-
-
-def sensitivity_document(layers: int = 4) -> dict[str, Any]:
-    """sensitivity.json: the first layer is sensitive, the second below 0, the others are not."""
-    values = [12.0, -0.02, *(0.01 * number for number in range(layers - 2))]
-    costs = [
-        LayerCost(layer, kind, math.log1p(value / 4), value, value - 0.01, value + 0.01)
-        for kind in ("ladder", "spd", "spd+ladder")
-        for layer, value in enumerate(values)
-    ]
-    return SensitivityDocument(
-        model="models/dense", fingerprint="abc", layout=f"{layers} layers: dense", num_layers=layers,
-        data=CalibrationData("text.txt", "00", 2, 64, 0), mode="layers", sync_tp_size=2, dtype="float32",
-        aligned=None, dense_nll=math.log(4.0), costs=costs,
-    ).to_dict()  # fmt: skip
 
 
 def write_metrics(folder: Path, values: Sequence[float], *, dense: float | None = 3.4) -> None:
@@ -172,7 +153,7 @@ def write_metrics(folder: Path, values: Sequence[float], *, dense: float | None 
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def write_sweep(folder: Path, right: Mapping[str, Sequence[bool]], *, complete: bool = True) -> None:
+def write_sweep(folder: Path, right: Mapping[str, Sequence[bool]]) -> None:
     """A sweep's folder. right: of the dense model and of points named LAYOUT, LAYOUT-TOKENS (of full) or
     LAYOUT-TOKENS-METHOD+METHOD, which answers were right. Each model is evaluated by itself, with its samples; layouts
     are timed, not points.
@@ -192,7 +173,7 @@ def write_sweep(folder: Path, right: Mapping[str, Sequence[bool]], *, complete: 
         points.append(_point(name, models[layout], f"{place}/results.json"))
     write_document(folder / "bench.json", bench_document(timed, {"ladder": 1.25, "spd": 1.4}, batches=(1, 4)))
     document = SweepDocument(
-        model="models/dense", command="ladderize sweep sweep.yaml", complete=complete, margin=2.0, points=points,
+        model="models/dense", command="ladderize sweep sweep.yaml", complete=True, margin=2.0, points=points,
         stages=[], benches=["bench.json"],
     )  # fmt: skip
     write_document(folder / "sweep.json", document.to_dict())
