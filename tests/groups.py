@@ -114,9 +114,8 @@ def reduce_randomly(group, backend, rounds, seed):
         for inputs, handle in pending:
             expected = inputs.float().sum(0)
             tolerance = 1e-5 if inputs.dtype == torch.float32 else 0.02
-            worst = max(
-                worst, float((handle.wait().float() - expected).abs().max() / (expected.abs().max() + 1)) / tolerance
-            )
+            error = (handle.wait().float() - expected).abs().max() / (expected.abs().max() + 1)
+            worst = max(worst, float(error) / tolerance)
         own = torch.full((2, 3), float(group.rank))
         gathered = collectives.all_gather(own)
         assert torch.equal(gathered[0], torch.arange(group.size).repeat_interleave(3).float())
@@ -172,13 +171,8 @@ def in_turn(group, calls):
 
 
 def values(group, factor):
-    return [
-        group.rank * factor,
-        group.size,
-        group.gather(group.rank),
-        group.broadcast(group.rank + 5),
-        torch.get_num_threads(),
-    ]
+    told = group.gather(group.rank), group.broadcast(group.rank + 5)
+    return [group.rank * factor, group.size, *told, torch.get_num_threads()]
 
 
 def cores_of_all(group):

@@ -104,11 +104,8 @@ def apart(one, other):
 
 def solutions(solved):
     """In the order in which they were solved: the tensor, and whether its solution was kept."""
-    return [
-        (f"model.layers.{report.layer}.{entry.projection}.weight", entry.ridge is not None)
-        for report in solved.reports
-        for entry in report.projections
-    ]
+    found = ((report.layer, entry) for report in solved.reports for entry in report.projections)
+    return [(f"model.layers.{layer}.{entry.projection}.weight", entry.ridge is not None) for layer, entry in found]
 
 
 def loaded(folder, layout, weights):
@@ -206,11 +203,9 @@ def test_every_projection_gets_the_ridge_that_serves_held_out_tokens(stored, mon
             left = gram + penalty * torch.eye(13, dtype=torch.float64)
             whole = torch.linalg.solve(left, ((y.T @ x).double() + penalty * prior).T).T
             tried[ridge] = whole[own].to(stored).float()
-        power = heldout[1][:, own].square().sum()
-        errors = {
-            ridge: float((linear(heldout[0], weights) - heldout[1][:, own]).square().sum() / power)
-            for ridge, weights in tried.items()
-        }
+        x_other, y_other = heldout[0], heldout[1][:, own]
+        power = y_other.square().sum()
+        errors = {r: float((linear(x_other, w) - y_other).square().sum() / power) for r, w in tried.items()}
         best, margins = None, []
         for ridge in ridges:  # the strongest first
             margins.append((errors[None] - errors[ridge] - 1.02 * (errors[None] - errors[best])) / errors[None])
@@ -266,9 +261,8 @@ def test_weights_are_rounded_once(tmp_path, stored, dtype):
     assert len(written) > 2  # of up to 14; how many help is a matter of the draw
     assert {name for name in before if not torch.equal(before[name], solved.weights[name])} == written
     assert all(solved.weights[name].dtype == stored for name in before)
-    narrow = [
-        name for name in written if torch.equal(solved.weights[name].bfloat16().float(), solved.weights[name].float())
-    ]
+    new = (solved.weights[name] for name in written)
+    narrow = [weight for weight in new if torch.equal(weight.bfloat16().float(), weight.float())]
     assert bool(narrow) == (stored == torch.bfloat16)
     exact = solve(models, tmp_path / "exact", ids)
     # only up to where a solution is kept in one dtype and not in the other: what comes after reads another stream

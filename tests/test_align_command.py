@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from itertools import takewhile
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,25 +37,21 @@ WORK = "out.ladderize-work"
 PLACE = ["dense", "ids.npy", "spd"]
 
 
-def command(pair, out, *options):
-    dense, model = pair
-    own = [] if "--no-verify" in options or "--verified" in options else ["--no-verify"]
+def command(pair, out, *options, verified=False):
+    (dense, model), verify = pair, [] if verified else ["--no-verify"]
     sizes = [] if "--samples" in options else ["--samples", 60, "--heldout", 12]
-    options = [option for option in options if option != "--verified"]
     write = [] if "--write" in options else ["--write", "last"]
-    return [
-        *("adapt", model, out, "--method", "align", "--distill-from", dense, "--data", dense.parent / "ids.npy"),
-        *("--device", "cpu", *own, *sizes, *write, *options),
-    ]
+    same = ["--distill-from", dense, "--data", dense.parent / "ids.npy", "--device", "cpu"]
+    return ["adapt", model, out, "--method", "align", *same, *verify, *sizes, *write, *options]
 
 
 def align(pair, out, *options):
     return invoke(*command(pair, out, *options))
 
 
-def aligned(pair, out, *options):
+def aligned(pair, out, *options, **more):
     """The same where nothing is to fail."""
-    return invoke_well(*command(pair, out, *options))
+    return invoke_well(*command(pair, out, *options, **more))
 
 
 # ---- what is written and said ----
@@ -62,10 +59,9 @@ def aligned(pair, out, *options):
 
 def test_a_checkpoint_is_written_with_its_document(pair, tmp_path):
     """It loads in plain transformers (which --no-verify would skip); its perplexity is the one that was measured."""
-    shown = aligned(pair, tmp_path / "out", "--json", "--verified")
+    shown = aligned(pair, tmp_path / "out", "--json", verified=True)
     assert "aligning 3 layers on 960 tokens (60 windows of 16), 12 windows held out, on cpu" in shown.stderr
-    document = json.loads(shown.stdout)
-    out = tmp_path / "out"
+    document, out = json.loads(shown.stdout), tmp_path / "out"
     stored = json.loads((out / "alignment.json").read_text())
     assert len(stored.pop("run_sha256")) == 64
     assert stored == document
@@ -106,13 +102,12 @@ def test_a_checkpoint_is_written_with_its_document(pair, tmp_path):
     assert divergence == pytest.approx(document["heldout_divergence"]["after"], rel=1e-4)
 
 
-def test_write_best_writes_nothing_that_got_worse(pair, tmp_path, monkeypatch):
+def test_write_best_writes_nothing_that_got_worse(pair, tmp_path):
     """Farther from the dense model, although its perplexity fell."""
     fell = {"dense": 9.2, "before": 9.0, "after": 8.9}
     found = {name: Perplexity(x, None, 1.0, 8, 1, 8) for name, x in fell.items()}
     measures = found, {"before": 0.25, "after": 0.5}
-    with monkeypatch.context() as patch:
-        patch.setattr(rewrite, "heldout_measures", lambda *arguments: measures)
+    with mock.patch.object(rewrite, "heldout_measures", return_value=measures):
         message = one_sentence(align(pair, tmp_path / "out", "--write", "best"))
     assert "alignment never lowered the held-out KL (before 0.25, after 0.5), so nothing" in message
     assert "align on more data" in message
@@ -120,8 +115,8 @@ def test_write_best_writes_nothing_that_got_worse(pair, tmp_path, monkeypatch):
     assert listing(tmp_path) == sorted([*PLACE, WORK])
     assert "layer-00001.safetensors" in listing(tmp_path / WORK)
     rose = {**found, "after": Perplexity(9.1, None, 1.0, 8, 1, 8)}
-    monkeypatch.setattr(rewrite, "heldout_measures", lambda *arguments: (rose, measures[1]))
-    written = aligned(pair, tmp_path / "out", "--write", "last")
+    with mock.patch.object(rewrite, "heldout_measures", return_value=(rose, measures[1])):
+        written = aligned(pair, tmp_path / "out", "--write", "last")
     assert "layers up to 3 are already aligned" in written.stderr
     assert "perplexity rose" in written.stderr
     assert listing(tmp_path) == sorted([*PLACE, "out"])
@@ -151,8 +146,8 @@ def test_a_killed_run_ends_with_the_same_weights(place, tmp_path, monkeypatch, m
     assert "holds unfinished work of a run with another options" in message
     assert "0 are already " in invoke_well(*again).stderr
     assert solved == ([0, 1, 2, 3] if method == "align" else [0, 2])
-    written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "whole")]
-    assert written[0] == written[1]
+    out, whole = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "whole"))
+    assert out == whole
     assert listing(tmp_path) == ["out", "whole"]
 
 
@@ -175,10 +170,9 @@ def test_two_processes_solve_the_same_weights(pair, tmp_path):
     alike = list(takewhile(lambda name: entries[0][name]["ridge"] == entries[1][name]["ridge"], entries[0]))
     for name in [*entries[0]][: len(alike) + 1]:
         assert entries[1][name]["error_after"] == pytest.approx(entries[0][name]["error_after"], rel=0.05)
-    one, two = (
-        [all_tensors(tmp_path / out)[f"model.layers.{name}.weight"] for name in alike] for out in ("one", "two")
-    )
-    assert all(float((a - b).norm() / a.norm()) < 1e-3 for a, b in zip(one, two, strict=True))
+    one, two = (all_tensors(tmp_path / out) for out in ("one", "two"))
+    for key in (f"model.layers.{name}.weight" for name in alike):
+        assert (one[key] - two[key]).norm() < 1e-3 * one[key].norm()
     one, two = (document["heldout_divergence"] for document in documents)
     assert two == pytest.approx(one, rel=1e-3 if len(alike) == len(entries[0]) else 0.1)
     assert listing(tmp_path) == sorted([*PLACE, "one", "two"])
@@ -192,8 +186,6 @@ def test_two_processes_solve_the_same_weights(pair, tmp_path):
     [
         (["--train", ":2"], 1, "--train: 0 are the same as in the dense model; only 1:4 can be rewritten"),
         (["--samples", 70, "--heldout", 3], 1, "72 windows of 16 tokens, too few for 70 to train on and 3 held out"),
-        (["--samples", 72], 1, "too few for 72 to train on and"),
-        (["--dtype", "float16"], 2, "'float16' is not one of 'auto', 'float32', 'bfloat16'"),
         (["--data", "b.npy"], 2, "and one --data file"),
         (["--lr", 1e-3], 2, "--lr has no effect with --method align"),
     ],
@@ -230,9 +222,6 @@ def test_a_dense_model_that_is_not_the_source_is_refused(pair, tmp_path, same):
         assert outcome.code == 0, outcome.stderr
         return
     name = "model.layers.0.mlp.up_proj.weight" if same else "model.embed_tokens.weight"
-    assert re.search(
-        rf"--distill-from \S*stranger has other weights than \S*spd \(in {name}\);"
-        " name the model that it was converted from",
-        one_sentence(outcome),
-    )
+    said = rf"--distill-from \S*stranger has other weights than \S*spd \(in {name}\); name the model that it was conv"
+    assert re.search(said, one_sentence(outcome))
     assert listing(tmp_path) == sorted([*PLACE, "stranger"])

@@ -41,11 +41,8 @@ LLAMA_3_ROPE = {
 
 def fingerprint(folder: Path) -> dict[str, str]:
     """Every file below a folder with its hash: to show that a source was not touched."""
-    return {
-        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in sorted(folder.rglob("*"))
-        if p.is_file()
-    }
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.own_process), 3])
@@ -68,11 +65,9 @@ def test_weights_are_linked_and_verified(tmp_path, shards):
     assert config["attention_sync"] == ["blocking", "dropped", "overlapped", "overlapped"]
     assert config["mlp_sync"] == ["blocking", "overlapped", "overlapped", "blocking"]
     assert config["sync_tp_size"] == 2
-    source_config = json.loads((source / "config.json").read_text())
     ours = {"model_type", "architectures", "auto_map", "attention_sync", "mlp_sync", "sync_tp_size"}
-    assert {k: v for k, v in config.items() if k not in ours} == {
-        k: v for k, v in source_config.items() if k not in ours
-    }
+    kept = {key: value for key, value in json.loads((source / "config.json").read_text()).items() if key not in ours}
+    assert {key: value for key, value in config.items() if key not in ours} == kept
 
 
 @pytest.mark.parametrize(
@@ -146,11 +141,10 @@ def test_a_config_in_the_style_of_transformers_4(llama, tmp_path):
     """rope_theta, rope_scaling and torch_dtype at the top level, as all published Llama 3 checkpoints have them."""
     config = json.loads((llama / "config.json").read_text())
     config.pop("rope_parameters", None)
-    dtype = config.pop("dtype")
-    config |= {"rope_theta": 500000.0, "torch_dtype": dtype, "rope_scaling": LLAMA_3_ROPE}
+    config |= {"rope_theta": 500000.0, "torch_dtype": config.pop("dtype"), "rope_scaling": LLAMA_3_ROPE}
     (llama / "config.json").write_text(json.dumps(config))
     convert_checkpoint(llama, tmp_path / "out", LADDER)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"] == config["rope_scaling"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"] == LLAMA_3_ROPE
     assert load(tmp_path / "out").config.rope_parameters["rope_theta"] == 500000.0
 
 
@@ -181,17 +175,9 @@ def test_another_layout_and_back_to_dense(llama, tmp_path):
 
 
 def test_what_is_carried_over(llama, tmp_path):
-    carried = {
-        "tokenizer.json": b"{}",
-        "chat_template.jinja": b"{{ messages }}",
-        "LICENSE": b"terms\r\n",
-        "notes/data.txt": b"\x00\xff",
-        "USE_POLICY.md": b"policy",
-    }
-    left = [
-        *("pytorch_model.bin", "x.BIN", "pytorch_model.bin.index.json", "model.gguf", "consolidated.safetensors"),
-        *("custom.py", "a.PY", "evil.so"),
-    ]
+    carried = {"tokenizer.json": b"{}", "LICENSE": b"terms\r\n", "notes/data.txt": b"\x00\xff", "USE_POLICY.md": b"x"}
+    left = ["pytorch_model.bin", "x.BIN", "pytorch_model.bin.index.json", "model.gguf", "consolidated.safetensors"]
+    left += ["custom.py", "a.PY", "evil.so"]
     closed = ["original/params.json", ".cache/x", "notes/.git/config", "notes/__pycache__/x.pyc"]
     for name in (*carried, *left, *closed):
         (llama / name).parent.mkdir(parents=True, exist_ok=True)
@@ -231,17 +217,12 @@ def card_of(folder):
     ],
 )
 def test_the_card(llama, tmp_path, recipe, ranks, tags):
-    (llama / "README.md").write_text(
-        "---\nlicense: llama3\nbase_model: meta/Base\ntags:\n- chat\n---\n# Original\n\nbody\n"
-    )
+    card = "---\nlicense: llama3\nbase_model: meta/Base\ntags:\n- chat\n---\n# Original\n\nbody\n"
+    (llama / "README.md").write_text(card)
     layout = convert_checkpoint(llama, tmp_path / "out", recipe, verify=False).layout
     front, body = card_of(tmp_path / "out")
-    assert front == {
-        "license": "llama3",
-        "base_model": "meta/Base",
-        "tags": ["chat", "ladderize", *tags],
-        "library_name": "transformers",
-    }
+    own = {"tags": ["chat", "ladderize", *tags], "library_name": "transformers"}
+    assert front == {"license": "llama3", "base_model": "meta/Base", **own}
     assert layout in body
     assert f"\nvllm serve out --tensor-parallel-size {ranks}\n" in body
     assert ("Engines without the plugin refuse" in body) == (recipe.spd is not None)
@@ -286,18 +267,16 @@ def test_dry_run_writes_nothing(llama, tmp_path):
     assert "would write" in outcome.stdout
     assert "model.safetensors" in outcome.stdout
     assert listing(tmp_path) == ["src"]
-    report = json.loads(invoke("convert", llama, tmp_path / "out", "--ladder", "2:", "--dry-run", "--json").stdout)
+    report = invoke_json("convert", llama, tmp_path / "out", "--ladder", "2:", "--dry-run")
     assert report["written"] is False
     assert report["weight_bytes"] == sum(tensor.nbytes for tensor in all_tensors(llama).values())
 
 
 def test_a_hub_snapshot(llama, tmp_path, monkeypatch):
     """The cache's layout: a snapshot of links into blobs; the output must depend on neither."""
-    repo = tmp_path / "hub" / "models--org--tiny"
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    (repo / "blobs").mkdir(parents=True)
-    (repo / "snapshots" / commit).mkdir(parents=True)
-    (repo / "refs").mkdir()
+    repo, commit = tmp_path / "hub" / "models--org--tiny", "0123456789abcdef0123456789abcdef01234567"
+    for folder in ("blobs", f"snapshots/{commit}", "refs"):
+        (repo / folder).mkdir(parents=True)
     (repo / "refs" / "main").write_text(commit)
     for path in llama.iterdir():
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -315,8 +294,7 @@ def test_a_hub_snapshot(llama, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("recipe", "ranks", "sums"), [(LADDER, 8, 8), (Recipe(spd="all", sync_tp_size=4), 4, 4)])
 def test_inspect(llama, tmp_path, recipe, ranks, sums):
     convert_checkpoint(llama, tmp_path / "out", recipe, verify=False)
-    report = json.loads(invoke("inspect", tmp_path / "out", "--json").stdout)
-    message = 32 * 4
+    report, message = invoke_json("inspect", tmp_path / "out"), 32 * 4
     sent = 2 * (ranks - 1) * message // ranks
     assert (report["tp_size"], report["dense"]["reduced_bytes"]) == (ranks, 8 * message)
     told = {"reduced_bytes": sums * message, "sent_bytes": sums * sent, "blocking": 4, "exposed_sent_bytes": 4 * sent}
@@ -333,13 +311,11 @@ def test_inspect_shows_the_tp_sizes_that_run(tmp_path):
     heads, inner = kv_heads * int(rng.integers(2, 5)), 12 * int(rng.integers(1, 6))
     sizes = {"hidden_size": 4 * heads, "head_dim": 4, "intermediate_size": inner}
     dense = save_llama(tmp_path / "dense", num_attention_heads=heads, num_key_value_heads=kv_heads, **sizes)
-    fit = [
-        n for n in range(1, heads + 1) if heads % n == 0 and inner % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-    ]
+    fit = [n for n in range(1, heads + 1) if not heads % n and not inner % n and 0 in (kv_heads % n, n % kv_heads)]
     size = int(rng.choice(fit))
     convert_checkpoint(dense, tmp_path / "spd", Recipe(spd="0", sync_tp_size=size), verify=False)
     for name, expected in (("dense", fit), ("spd", [n for n in fit if size % n == 0])):
-        report = json.loads(invoke("inspect", tmp_path / name, "--json").stdout)
+        report = invoke_json("inspect", tmp_path / name)
         assert (report["num_attention_heads"], report["num_key_value_heads"]) == (heads, kv_heads)
         assert report["tp_sizes"] == expected
         config = read_config(tmp_path / name)

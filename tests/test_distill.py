@@ -20,6 +20,7 @@ from tests.helpers import (
     blocks_of,
     changed_tensors,
     invoke,
+    invoke_json,
     listing,
     make_layout,
     one_sentence,
@@ -61,9 +62,8 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name):
         trainer = BlockTrainer(blocks, student, index, before, after, 3, BlockwiseOptions("a.npy", lr=1.0))
         with torch.no_grad():
             assert float(trainer.loss(torch.arange(5))) == pytest.approx(float(expected), rel=1e-4)
-            assert trainer.added_part() == pytest.approx(
-                float((dense[index + 1] - dense[index])[3:].square().mean()), rel=1e-4
-            )
+            added = (dense[index + 1] - dense[index])[3:].square().mean()
+            assert trainer.added_part() == pytest.approx(float(added), rel=1e-4)
         assert expected > 1e-4
     assert passed == list(range(max(layers) + 1))
 
@@ -79,8 +79,8 @@ def small_steps(monkeypatch):
 def command(pair, out, *options):
     dense, model = pair
     sizes = ["--lr", 1e-3, "--samples", 64, "--heldout", 8]
-    write = [] if "--write" in options else ["--write", "last"]  # random models need not get better on other data
     what = ["--method", "blocks", "--distill-from", dense, "--data", dense.parent / "ids.npy", "--no-verify"]
+    write = ["--write", "last"]  # random models need not get better on other data
     return ["adapt", model, out, *what, *sizes, *write, *options]
 
 
@@ -99,19 +99,12 @@ def test_every_block_gets_better(pair, tmp_path):
     for block in document["layers"]:
         assert block["loss_after"] < 0.9 * block["loss_before"]
         assert block["loss_after"] == pytest.approx(min(value for _, value in block["curve"]), rel=1e-5)
-    assert list(document["heldout_perplexity"]) == [
-        "dense",
-        "before",
-        "after",
-    ]  # of noise; test_spd.py has a trained model's
+    # of noise; test_spd.py has a trained model's
+    assert list(document["heldout_perplexity"]) == ["dense", "before", "after"]
     # the output: the same layout, block 0 and the ends untouched, the others the ones that were measured
     assert {name.split(".")[2] for name in changed_tensors(pair[1], tmp_path / "out")} == {"1", "2", "3"}
-    scored = invoke("eval", tmp_path / "out", "--perplexity", pair[0].parent / "ids.npy", "--json")
-    assert (
-        json.loads(scored.stdout)["models"][0]["ladderize"]["layout"]
-        == document["layout"]
-        == "4 layers: spd 1:4 (sync_tp_size 4)"
-    )
+    (scored,) = invoke_json("eval", tmp_path / "out", "--perplexity", pair[0].parent / "ids.npy")["models"]
+    assert scored["ladderize"]["layout"] == document["layout"] == "4 layers: spd 1:4 (sync_tp_size 4)"
     assert "distillation.json" in listing(tmp_path / "out")
     assert "out.ladderize-work" not in listing(tmp_path)
     assert "distillation:" in (tmp_path / "out" / "ladderize.yaml").read_text()
@@ -129,18 +122,15 @@ def test_training_that_does_not_help_changes_nothing(pair, tmp_path):
     assert not {int(name.split(".")[2]) for name in changed_tensors(pair[1], tmp_path / "out")} & set(kept)
 
 
-def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatch):
-    loss = BlockTrainer.loss
-    monkeypatch.setattr(
-        BlockTrainer,
-        "loss",
-        lambda self, rows: loss(self, rows) * (torch.nan if self.index == 2 and torch.is_grad_enabled() else 1),
-    )
-    outcome = adapt(pair, tmp_path / "out")
+def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path):
+    def wrong(self, rows, loss=BlockTrainer.loss):
+        return loss(self, rows) * (torch.nan if self.index == 2 and torch.is_grad_enabled() else 1)
+
+    with patch.object(BlockTrainer, "loss", wrong):
+        outcome = adapt(pair, tmp_path / "out")
     assert "block 2: the loss is NaN or infinite after 0 steps" in one_sentence(outcome)
     assert listing(tmp_path / "out.ladderize-work") == ["layer-00001.safetensors", "run.json"]
     assert "out" not in listing(tmp_path)
-    monkeypatch.setattr(BlockTrainer, "loss", loss)
     assert adapt(pair, tmp_path / "out").code == 0
 
 

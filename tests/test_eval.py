@@ -17,7 +17,7 @@ from lm_eval.api.instance import Instance
 from ladderize import compare, convert_checkpoint, load
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
-from ladderize.demo.inputs import MODEL, TASKS
+from ladderize.demo.inputs import MODEL, TASKS, write_documents
 from ladderize.eval import run, tasks
 from ladderize.eval.model import HFModel
 from ladderize.eval.options import EvalOptions
@@ -25,7 +25,7 @@ from ladderize.eval.results import EvalResults, perplexity_from_nlls
 from ladderize.eval.table import result_rows
 from ladderize.eval.text import score_windows
 from ladderize.ranks.group import Ranks
-from tests.helpers import STORIES, fresh_rng, invoke, invoke_well, listing, make_model, refusal, save_llama
+from tests.helpers import STORIES, fresh_rng, invoke, invoke_json, listing, make_model, refusal, save_llama
 from tests.oracle import Oracle
 
 
@@ -83,7 +83,7 @@ def test_the_standard_error_covers_the_truth():
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
-        (None, "3.622"),
+        (Recipe(dense=True), "3.622"),
         (Recipe(ladder="-3:"), "5.761"),
         (Recipe(spd="all", sync_tp_size=2), "5.829"),
         (Recipe(spd="all", sync_tp_size=4, ladder="all"), "15.17"),
@@ -91,12 +91,9 @@ def test_the_standard_error_covers_the_truth():
 )
 def test_published_perplexities(tmp_path, recipe, expected):
     """What was measured once with code of its own, to the digits that were kept."""
-    model = STORIES
-    if recipe is not None:
-        convert_checkpoint(STORIES, tmp_path / "out", recipe, verify=False)
-        model = tmp_path / "out"
+    convert_checkpoint(STORIES, tmp_path / "out", recipe, verify=False)
     ids = np.load(STORIES.with_name("stories260K-samples.npz"))["heldout"].astype(np.int64)
-    result = model_perplexity(load(model), list(ids))
+    result = model_perplexity(load(tmp_path / "out"), list(ids))
     digits = len(expected.split(".")[1])
     assert f"{result.perplexity:.{digits}f}" == expected
 
@@ -114,13 +111,10 @@ def demo(tasks: str, *more: object) -> list[object]:
 
 
 def test_eval_of_two_models(pair, tmp_path):
-    (tmp_path / "text.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in documents(40, test=True, seed=2))
-    )
+    write_documents(tmp_path / "text.jsonl", 40, test=True, seed=2)
     text = ("--perplexity", tmp_path / "text.jsonl", "--seq-len", 64)
-    how = ("--limit", 20, "--batch-size", 16, "--dtype", "float32", "--out", tmp_path / "r.json", "--json")
-    outcome = invoke_well("eval", *pair, *demo("agreement arithmetic"), *text, *how)
-    document = json.loads(outcome.stdout)
+    how = ("--limit", 20, "--batch-size", 16, "--dtype", "float32", "--out", tmp_path / "r.json")
+    document = invoke_json("eval", *pair, *demo("agreement arithmetic"), *text, *how)
     assert json.loads((tmp_path / "r.json").read_text()) == document
     dense, ladder = document["models"]
     assert ladder["ladderize"]["layout"] == "8 layers: ladder 0:8"
@@ -155,9 +149,8 @@ def test_what_cannot_be_compared_is_said_and_the_results_stay(llama, tmp_path):
 def check_samples(folder: Path, document: dict) -> None:
     """The files that are named are those that are there, and give the metrics that lm-eval has printed."""
     named = [path for entry in document["models"] for path in entry["samples"].values()]
-    assert sorted(named) == [
-        path.relative_to(folder).as_posix() for path in sorted((folder / "r.samples").rglob("*")) if path.is_file()
-    ]
+    files = [path.relative_to(folder).as_posix() for path in (folder / "r.samples").rglob("*") if path.is_file()]
+    assert sorted(named) == sorted(files)
     for entry in document["models"]:
         assert list(entry["samples"]) == ["demo_agreement", "demo_arithmetic"]
         for task, metric in (("demo_agreement", "acc"), ("demo_arithmetic", "exact_match")):
@@ -182,10 +175,8 @@ def test_the_same_as_lm_eval_by_itself(pair, tmp_path):
     tracker.save_results_aggregated(results=dict(expected), samples=logged)
     for task, samples in logged.items():
         tracker.save_results_samples(task, samples)
-    how = ("--limit", 24, "--dtype", "float32", "--out", tmp_path / "ours.json", "--json")
-    outcome = invoke("eval", pair[0], *demo("agreement copying"), *how)
-    entry = json.loads(outcome.stdout)["models"][0]
-    found = entry["results"]
+    how = ("--limit", 24, "--dtype", "float32", "--out", tmp_path / "ours.json")
+    (entry,) = invoke_json("eval", pair[0], *demo("agreement copying"), *how)["models"]
     likelihood = re.compile(r'(?<=")-?\d+\.\d+(?=")')  # what is computed together decides the last digits
     for task, path in entry["samples"].items():
         files = (tmp_path / path, tmp_path / f"samples_{task}_{tracker.date_id}.jsonl")
@@ -194,9 +185,8 @@ def test_the_same_as_lm_eval_by_itself(pair, tmp_path):
         scores = ([float(score) for score in likelihood.findall(text)] for text in (own, theirs))
         np.testing.assert_allclose(*scores, rtol=1e-4)
     for task, values in expected["results"].items():
-        assert {k: v for k, v in found[task].items() if "stderr" not in k} == {
-            k: v for k, v in values.items() if "stderr" not in k
-        }
+        found = entry["results"][task]
+        assert all(found[key] == value for key, value in values.items() if "stderr" not in key)
 
 
 def test_a_continuation_is_scored_at_its_place_beside_any_other():
@@ -295,11 +285,10 @@ def test_found_before_any_work(tmp_path, monkeypatch):
 def test_the_first_windows(tmp_path):
     ids = fresh_rng().integers(3, 400, 95)
     np.save(tmp_path / "ids.npy", ids)
-    options = ("--perplexity", tmp_path / "ids.npy", "--seq-len", "10", "--json")
-    whole, first, beyond = (
-        json.loads(invoke("eval", MODEL, *options, *more).stdout)["models"][0]["ladderize"]["perplexity"]
-        for more in ((), ("--windows", "3"), ("--windows", "99"))
-    )
+    options = ("--perplexity", tmp_path / "ids.npy", "--seq-len", "10")
+    windows = (), ("--windows", "3"), ("--windows", "99")
+    found = [invoke_json("eval", MODEL, *options, *more)["models"][0]["ladderize"] for more in windows]
+    whole, first, beyond = (model["perplexity"] for model in found)
     assert whole["window_tokens"] == [9] * 9 + [4]
     np.testing.assert_allclose(first["window_nll"], whole["window_nll"][:3], rtol=1e-4)
     assert (first["windows"], first["tokens"], first["window_tokens"]) == (3, 27, [9] * 3)

@@ -37,9 +37,8 @@ def test_answers_are_those_of_lm_eval(model_type, monkeypatch):
     model = make_model(layout, model_type=model_type, max_position_embeddings=POSITIONS)
     tokenizer, requests = load_tokenizer(MODEL), drawn_requests(vocabulary)
     how = {"pretrained": model, "tokenizer": tokenizer, "batch_size": random.randint(1, 7), "logits_cache": False}
-    (found, expected) = (
-        backend(**how)._loglikelihood_tokens(requests, disable_tqdm=True) for backend in (LikelihoodLM, HFLM)
-    )
+    models = (backend(**how) for backend in (LikelihoodLM, HFLM))
+    found, expected = (model._loglikelihood_tokens(requests, disable_tqdm=True) for model in models)
     np.testing.assert_allclose([score for score, _ in found], [score for score, _ in expected], rtol=1e-4, atol=1e-4)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 

@@ -198,10 +198,7 @@ def set_config(**changes):
 
 
 DAMAGE = {
-    "pickle": (
-        lambda a: (a / "adapter_model.safetensors").rename(a / "adapter_model.bin"),
-        "pickle weights .adapter_model.bin. can run code",
-    ),
+    "pickle": (lambda a: (a / "adapter_model.safetensors").rename(a / "adapter_model.bin"), "pickle weights .*can run"),
     "truncated": (lambda a: os.truncate(a / "adapter_model.safetensors", 4000), "is truncated"),
     "other method": (set_config(peft_type="IA3"), "peft_type is 'IA3'; only LORA"),
     "a module": (set_config(megatron_config={"a": 1}, megatron_core="antigravity"), "megatron_config is set"),
@@ -225,7 +222,6 @@ def test_a_damaged_adapter(pair, tmp_path, name):
 def test_values_that_do_not_fit_the_dtype(tmp_path):
     base = save_base(tmp_path / "base", "ladder all", dtype=torch.float16)
     adapt(base, tmp_path / "adapter", scale=1e3)
-    assert "is too large for torch.float16; convert" in one_sentence(
-        ladderize_merge(tmp_path / "adapter", tmp_path / "o")
-    )
+    refused = one_sentence(ladderize_merge(tmp_path / "adapter", tmp_path / "o"))
+    assert "is too large for torch.float16; convert" in refused
     assert listing(tmp_path) == ["adapter", "base"]

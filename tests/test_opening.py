@@ -74,12 +74,7 @@ TAKEN = {
     "tied, and the head alone": (TIED, lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)}), {}, ""),
     "buffers of before": ({}, old_buffers, {}, ""),
     "no prefix": ({}, renamed(without_prefix), {}, ""),
-    "no prefix, tied, another head": (
-        TIED,
-        lambda tensors: (another_head(tensors), renamed(without_prefix)(tensors)),
-        {},
-        "kept, untied",
-    ),
+    "no prefix, tied, another head": (TIED, lambda t: (another_head(t), renamed(without_prefix)(t)), {}, "untied"),
     "two rope_thetas": ({}, dict, TWICE, "rope_theta twice, 10000.0 and 77.0"),
     "two kinds of rope": ({}, dict, TWO_KINDS, "rope_parameters twice"),
     "llamafied": (BIAS, without(*O_BIASES), {}, "asks for self_attn.o_proj.bias, which no layer"),
@@ -131,9 +126,8 @@ def test_what_transformers_loads(tmp_path, name):
     mark = fingerprint(read_checkpoint(source))
     said = invoke_well("convert", source, tmp_path / "out", "--ladder", "1:3").stderr
     assert remark in said
-    converted, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", trust_remote_code=True, output_loading_info=True
-    )
+    how = {"trust_remote_code": True, "output_loading_info": True}
+    converted, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **how)
     assert not info["missing_keys"]
     assert fingerprint(read_checkpoint(tmp_path / "out")) == mark  # the same model, however it is written
     config, written = json.loads((tmp_path / "out" / "config.json").read_text()), all_tensors(tmp_path / "out")
@@ -144,14 +138,12 @@ def test_what_transformers_loads(tmp_path, name):
     weights = converted.state_dict()
     assert weights.keys() == plain.state_dict().keys()
     assert all(torch.equal(weights[key], value) for key, value in plain.state_dict().items())
-    assert (converted.lm_head.weight is converted.model.embed_tokens.weight) == (
-        plain.lm_head.weight is plain.model.embed_tokens.weight
-    )
+    ours, theirs = (one.lm_head.weight is one.model.embed_tokens.weight for one in (converted, plain))  # tied
+    assert ours == theirs
     torch.testing.assert_close(run(tmp_path / "out", ids), logits(converted.eval(), ids), **CLOSE)
     convert_checkpoint(tmp_path / "out", tmp_path / "dense", Recipe(dense=True), verify=False)
-    torch.testing.assert_close(
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "dense").eval(), ids), expected, **CLOSE
-    )
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").eval()
+    torch.testing.assert_close(logits(dense, ids), expected, **CLOSE)
 
 
 # name -> (of the model, of the tensors, of config.json, what is said)
@@ -159,12 +151,11 @@ REFUSED = {
     "untied, and no head": (TIED, dict, {"tie_word_embeddings": False}, "should set tie_word_embeddings to true"),
     "untied, and the head alone": ({}, without(EMBEDDING), {}, "should set tie_word_embeddings to true"),
     "compiled": ({}, renamed("_orig_mod.{}".format), {}, "begins with _orig_mod."),
-    "of DDP": ({}, renamed("module.{}".format), {}, "begins with module."),
     "biases of some layers": (BIAS, without(*O_BIASES[1:]), {}, "o_proj.bias is missing"),
     "biases that nobody asks for": (BIAS, dict, {"attention_bias": False}, "transformers would leave out"),
     "another vocabulary": ({}, dict, {"vocab_size": 128}, r"\[97, 32\], but config.json asks for \[128, 32\]"),
-    "two of a name": ({}, lambda tensors: tensors.update({"norm.weight": torch.ones(32)}), {}, "model.norm.weight is"),
     "labels": ({}, dict, {"num_labels": 10**9}, "num_labels is 1000000000, but must be"),
+    "two of a name": ({}, lambda tensors: tensors.update({"norm.weight": torch.ones(32)}), {}, "model.norm.weight is"),
 }
 
 
@@ -230,9 +221,8 @@ def test_norms_that_are_stored_in_32_bits(tmp_path):
     edit_tensors(folder, lambda own: own.update({name: own[name].float() for name in own if "norm" in name}))
     assert next(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").parameters()).dtype == torch.bfloat16
     convert_checkpoint(folder, tmp_path / "ladder", Recipe(ladder="all"))
-    assert {tensor.dtype for name, tensor in all_tensors(tmp_path / "ladder").items() if "norm" in name} == {
-        torch.float32
-    }
+    norms = [tensor for name, tensor in all_tensors(tmp_path / "ladder").items() if "norm" in name]
+    assert {norm.dtype for norm in norms} == {torch.float32}
     assert load(tmp_path / "ladder").dtype == torch.bfloat16
     assert checkpoint_spec(str(tmp_path / "ladder"), tp_size=1).dtype == "bfloat16"
     assert json.loads(invoke_well("inspect", folder, "--json").stdout)["dtype"] == "bfloat16"

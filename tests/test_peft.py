@@ -92,9 +92,8 @@ def test_dropout_is_drawn_once_for_all_ranks():
     base = nn.Linear(64, 32, bias=False)
     with torch.no_grad():
         base.weight.copy_(base.weight[:8].repeat(4, 1))
-    holder = get_peft_model(
-        nn.ModuleDict({"up_proj": base}), LoraConfig(r=4, target_modules=["up_proj"], lora_dropout=0.5)
-    ).train()
+    lora = LoraConfig(r=4, target_modules=["up_proj"], lora_dropout=0.5)
+    holder = get_peft_model(nn.ModuleDict({"up_proj": base}), lora).train()
     layer = holder.base_model.model["up_proj"]
     with torch.no_grad():
         layer.lora_B["default"].weight.copy_(torch.randn(8, 4).repeat(4, 1))

@@ -75,9 +75,8 @@ def test_two_ranks_never_get_one_gpu_in_silence(monkeypatch, local_rank, gpus, i
 
 def start(rank, port, seconds, **variables):
     given = {**PAIR, "RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), **variables}
-    return warm.WarmProcess(
-        [sys.executable, "-c", JOIN, seconds], cwd=ROOT, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **given}
-    )
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **given}
+    return warm.WarmProcess([sys.executable, "-c", JOIN, seconds], cwd=ROOT, env=environment)
 
 
 @pytest.mark.parametrize(("rank", "variables"), [(1, {}), (0, {"taken": "yes"})])

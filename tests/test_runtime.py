@@ -96,14 +96,9 @@ def results(cases):
             jobs = [({run.case for run in RUNS if run[3:] == (tp_size, backend)}, False)]
             if (tp_size, backend) == (2, "shm"):
                 jobs.append((set(REPLICATED), True))
-            done[tp_size, backend] = distributed.run(
-                run_all_models,
-                [({name: item for name, (_, item) in cases.items() if name in names}, more) for names, more in jobs],
-                backend,
-                tp_size=tp_size,
-                device="cpu",
-                threads=1,
-            )
+            jobs = [({name: cases[name][1] for name in cases if name in names}, more) for names, more in jobs]
+            how = {"tp_size": tp_size, "device": "cpu", "threads": 1}
+            done[tp_size, backend] = distributed.run(run_all_models, jobs, backend, **how)
         return done[tp_size, backend][int(replicate_vocab)]
 
     return of
@@ -144,22 +139,17 @@ def test_replicated_vocabulary(cases, results):
         assert result["all_reduces"] == sums(cases[name][0])
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        LLAMA_3_ROPE,
-        {"rope_type": "linear", "factor": 2.0},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+ROPES = [LLAMA_3_ROPE, {"rope_type": "linear", "factor": 2.0}, YARN]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
 def test_rope_scaling_and_tied_embeddings(tmp_path, rope):
     model = make_model("mixed", rope_parameters={"rope_theta": 10000.0, **rope}, tie_word_embeddings=True, head_dim=8)
     model.save_pretrained(tmp_path / "m")
     ids = random_ids(2, 40)
     with torch.no_grad():
         expected = model(ids).logits
-    (result,) = distributed.run(
-        run_models, {"m": (tmp_path / "m", ids, [[3], [5, 7]], 2)}, "auto", tp_size=1, device="cpu", threads=1
-    ).values()
+    items = {"m": (tmp_path / "m", ids, [[3], [5, 7]], 2)}
+    (result,) = distributed.run(run_models, items, "auto", tp_size=1, device="cpu", threads=1).values()
     torch.testing.assert_close(torch.from_numpy(result["logits"]), expected, rtol=1e-4, atol=1e-4)

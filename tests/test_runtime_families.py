@@ -42,8 +42,7 @@ def test_padding_and_the_step_that_cuda_graphs_capture(opened):
 @pytest.mark.parametrize(("rows", "chunks"), [(2, 2), (1, 3)])
 def test_parts_of_a_schedule(opened, rows, chunks):
     _, generator, ids, expected = opened
-    parts = Generator(
-        generator.model, generator.rope, generator.cache.batch_rows(0, rows), schedule=Schedule("domino", chunks)
-    )
+    cache = generator.cache.batch_rows(0, rows)
+    parts = Generator(generator.model, generator.rope, cache, schedule=Schedule("domino", chunks))
     found = generator.model.logits(parts.read(ids[:rows]))
     torch.testing.assert_close(found, expected[:rows], **LIMITS)

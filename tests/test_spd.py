@@ -2,6 +2,7 @@
 
 import json
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,6 @@ from ladderize.demo.inputs import MODEL
 from ladderize.files.parsing import parse_yaml
 from tests import warm
 from tests.helpers import invoke, listing, one_sentence, refusal
-
-LADDERIZE = [sys.executable, "-m", "ladderize"]
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +40,8 @@ def run(out, text, *options, samples=12, heldout=4, repair="blocks", start=invok
 def test_two_processes_make_the_same_model(tmp_path, text):
     few, quarter = {"samples": 6, "heldout": 2}, ("--spd-fraction", 0.25)
     assert run(tmp_path / "one", text, *quarter, **few).code == 0
-    result = run(
-        tmp_path / "two", text, *quarter, "--json", **few, start=lambda *words: warm.run_group([*LADDERIZE, *words])
-    )
+    few["start"] = lambda *words: warm.run_group([sys.executable, "-m", "ladderize", *words])
+    result = run(tmp_path / "two", text, *quarter, "--json", **few)
     assert result.returncode == 0, result.stderr
     assert len(json.loads(result.stdout)["layers"]) == 2
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
@@ -101,26 +99,19 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
     quarter = ("--spd-fraction", 0.25)
     assert run(tmp_path / "whole", text, *quarter).code == 0
     for home, step in ((spd, "assign_layers"), (rewrite, "distill"), (rewrite, "convert_checkpoint")):
-
-        def killed(*arguments, **keywords):
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(home, step, killed)
+        with mock.patch.object(home, step, side_effect=KeyboardInterrupt):
             assert run(tmp_path / "out", text, *quarter).code == 130
         assert listing(tmp_path) == ["out.ladderize-work", "whole"]
     for options, other in ((["--seq-len", 32], "data"), (["--spd-fraction", 0.1], "spd_fraction")):
-        assert f"with another {other}; give the old value again" in one_sentence(
-            run(tmp_path / "out", text, *quarter, *options)
-        )
+        refused = one_sentence(run(tmp_path / "out", text, *quarter, *options))
+        assert f"with another {other}; give the old value again" in refused
     monkeypatch.setattr(spd, "measure_sensitivity", lambda *a, **k: pytest.fail("the blocks were measured already"))
     monkeypatch.setattr(spd, "assign_layers", lambda *a, **k: pytest.fail("heads and neurons were assigned already"))
     monkeypatch.setattr(LayerFiles, "save", lambda *a: pytest.fail("the blocks were trained already"))
     for _ in range(2):  # the second finds OUT, which this command wrote
         assert run(tmp_path / "out", text, *quarter).code == 0
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
-        tmp_path / "whole" / "model.safetensors"
-    ).read_bytes()
+    out, whole = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "whole"))
+    assert out == whole
     assert listing(tmp_path) == ["out", "whole"]
     assert "out" in one_sentence(run(tmp_path / "out", text, *quarter, "--seed", 1))  # another run does not replace it
 

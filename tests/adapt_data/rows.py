@@ -60,11 +60,8 @@ def opened(data, tokenizer, *, eval_data=(), **changed):
 def encode(tokenizer, row, *, seq_len=64, vocab_size=VOCAB):
     """The examples of a row: ids and which are scored; without those that lost all that is."""
     found = Encoder(tokenizer, seq_len, vocab_size, "there")({name: [value] for name, value in row.items()}, [0])
-    return [
-        (ids.tolist(), scored.tolist())
-        for ids, scored in zip(found["input_ids"], found["scored"], strict=True)
-        if len(ids)
-    ]
+    examples = zip(found["input_ids"], found["scored"], strict=True)
+    return [(ids.tolist(), scored.tolist()) for ids, scored in examples if len(ids)]
 
 
 def one(tokenizer, row, **changed):

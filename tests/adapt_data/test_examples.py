@@ -98,10 +98,8 @@ def test_ids_and_texts_are_cut_into_pieces(tokenizer):
         assert encode(None, {"input_ids": ids, "loss_mask": mask}, seq_len=4) == kept
     whole = one(tokenizer, {"text": "the cat sat on a mat. " * 5}, seq_len=500)[0]
     pieces = [ids for ids, _ in encode(tokenizer, {"text": "the cat sat on a mat. " * 5}, seq_len=7)]
-    assert [token for ids in pieces for token in ids] in (
-        whole,
-        whole[:-1],
-    )  # a last piece of one token has nothing to predict
+    # a last piece of one token has nothing to predict
+    assert [token for ids in pieces for token in ids] in (whole, whole[:-1])
     assert [BOS in ids for ids in pieces] == [True] + [False] * (len(pieces) - 1)
 
 

@@ -1,6 +1,5 @@
 """What block-to-block distillation reads: the rows of retraining, by the same rules, joined and cut into windows."""
 
-import json
 import random
 import shutil
 
@@ -13,7 +12,7 @@ from ladderize.adapt.layers.windows import read_rows, training_windows
 from ladderize.blocks import open_checkpoint
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
-from tests.adapt_data.rows import DEMO, EOS, QWEN3, TURNS, VOCAB, examples_of
+from tests.adapt_data.rows import DEMO, EOS, QWEN3, TURNS, VOCAB, examples_of, write_jsonl
 
 TEXTS = [f"row {number} the cat sat on a mat." for number in range(12)]
 
@@ -32,8 +31,7 @@ def write_data(kind, folder):
     }
     ids = np.random.default_rng(0).integers(3, VOCAB, (20, 8))
     if kind in rows:
-        (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[kind]))
-        return str(folder / "a.jsonl")
+        return write_jsonl(folder / "a.jsonl", rows[kind])
     if kind == "txt":
         (folder / "a.txt").write_text("\n".join(TEXTS * 80))  # more than one passage
         return str(folder / "a.txt")
@@ -58,12 +56,9 @@ def test_the_rows_are_those_of_retraining(kind, tmp_path, checkpoint):
 def test_a_conversation_is_read_once_however_many_examples_it_gives(tmp_path, checkpoint):
     folder = shutil.copytree(DEMO, tmp_path / "m")
     (folder / "chat_template.jinja").write_text(QWEN3)
-    turns = [
-        *TURNS,
-        *({**turn, "content": text} for turn, text in zip(TURNS[3:], random.sample(TEXTS, 2), strict=True)),
-    ]
-    (tmp_path / "a.jsonl").write_text(2 * (json.dumps({"messages": turns}) + "\n"))
-    read = read_rows(open_checkpoint(str(folder)), str(tmp_path / "a.jsonl"))
+    more = zip(TURNS[3:], random.sample(TEXTS, 2), strict=True)
+    turns = [*TURNS, *({**turn, "content": text} for turn, text in more)]
+    read = read_rows(open_checkpoint(str(folder)), write_jsonl(tmp_path / "a.jsonl", 2 * [{"messages": turns}]))
     assert [ids.tolist() for ids in read] == 2 * [load_tokenizer(folder).apply_chat_template(turns, return_dict=False)]
 
 
