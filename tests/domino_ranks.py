@@ -1,10 +1,12 @@
 """What the ranks of the tests of training gradients do; functions here are pickled by name and run in other
 processes."""
 
+import contextlib
 import gc
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -41,32 +43,23 @@ class Case:
     compute: torch.dtype = torch.float32
 
 
-class Lives:
-    """The objects that classes of the package make within the block; which of them are alive after it."""
+@contextlib.contextmanager
+def noted(*places):
+    """References to the objects that classes of the package make within the block."""
+    references = []
 
-    def __init__(self, *places):
-        self.places, self.made = places, []
-
-    def __enter__(self):
-        self.originals = [getattr(module, name) for module, name in self.places]
-        for (module, name), original in zip(self.places, self.originals, strict=True):
-            setattr(module, name, self.noting(original))
-        return self
-
-    def noting(self, original):
+    def noting(original):
         def make(*arguments):
             made = original(*arguments)
-            self.made.append(weakref.ref(made))
+            references.append(weakref.ref(made))
             return made
 
         return make
 
-    def __exit__(self, *error):
-        for (module, name), original in zip(self.places, self.originals, strict=True):
-            setattr(module, name, original)
-
-    def alive(self):
-        return sum(reference() is not None for reference in self.made)
+    with contextlib.ExitStack() as patches:
+        for module, name in places:
+            patches.enter_context(mock.patch.object(module, name, noting(getattr(module, name))))
+        yield references
 
 
 def build(case, group, collectives):
@@ -77,9 +70,8 @@ def build(case, group, collectives):
         lambda dtype: CheckpointSource(checkpoint, dtype, CPU).read, checkpoint.config, shape, layout,
         trained=case.trained, compute=case.compute,
     )  # fmt: skip
-    return TPTraining(
-        weights, checkpoint.config, layout, collectives, schedule=case.schedule, gradient_checkpointing=case.recompute
-    ).train()
+    how = {"schedule": case.schedule, "gradient_checkpointing": case.recompute}
+    return TPTraining(weights, checkpoint.config, layout, collectives, **how).train()
 
 
 def step(case, group, collectives):
@@ -89,8 +81,7 @@ def step(case, group, collectives):
     if case.teacher is not None:
         teacher = build(Case(case.teacher, frozenset(), (), case.schedule, compute=case.compute), group, collectives)
     losses, validation = [], []
-    lives = Lives((differentiable, "_Link"), (linear, "WeightUse"), (kv_cache, "PartsCache"))
-    with lives:
+    with noted((differentiable, "_Link"), (linear, "WeightUse"), (kv_cache, "PartsCache")) as made:
         for tensors in case.micros:
             micro = Batch.of(tensors, CPU)
             scores = None
@@ -103,7 +94,7 @@ def step(case, group, collectives):
             with torch.no_grad():
                 validation.append(model(micro, teacher_logits=scores))
             del sums, scores
-    alive = lives.alive()
+    alive = sum(reference() is not None for reference in made)
     model.weights.sum_partial_gradients(group)
 
     def gradient(parameter):
@@ -114,7 +105,7 @@ def step(case, group, collectives):
         "losses": torch.stack(losses),
         "validation": torch.stack(validation),
         "gradients": {name: piece.whole(gradient, group).clone() for name, piece in model.weights.pieces().items()},
-        "made": len(lives.made),
+        "made": len(made),
         "alive": alive,
     }
 

@@ -61,55 +61,32 @@ def text(rows, tokens, vocab, *, packed, scored, padding=0):
     return {"input_ids": ids, "position_ids": positions, "targets": targets}
 
 
-def make_case(
-    folder,
-    layout,
-    schedule,
-    *,
-    sizes=(SIZE,),
-    packed=False,
-    scored=0.8,
-    recompute=False,
-    tied=False,
-    teacher=False,
-    padding=0,
-    kv_heads=4,
-    layers=None,
-    model=None,
-    **more,
-):
+def make_case(folder, layout, schedule, *, sizes=(SIZE,), tied=False, kv_heads=4, layers=None, model=None, **more):
     """A case with a new model of the layout in ``folder``."""
     extra = {"tie_word_embeddings": tied, "num_key_value_heads": kv_heads, **(model or {})}
     make_model(layout, **extra).save_pretrained(folder / "student")
-    if teacher:
+    if more.pop("teacher", False):
         make_model("dense", **{**extra, **LAYOUTS[layout][3]}).save_pretrained(folder / "teacher")
+        more |= {"teacher": folder / "teacher", "objective": TEACHER}
     checkpoint = read_checkpoint(folder / "student")
-    names, vocab = checkpoint.tensors, checkpoint.config["vocab_size"]
-    return Case(
-        folder / "student", trained_tensors(names, layers or (), layers is None),
-        tuple(text(*size, vocab, packed=packed, scored=scored, padding=padding) for size in sizes), schedule,
-        recompute, folder / "teacher" if teacher else None,
-        TEACHER if teacher else Objective(), **more,
-    )  # fmt: skip
+    how = {"packed": False, "scored": 0.8, "padding": 0}
+    how = {name: more.pop(name, usual) for name, usual in how.items()}
+    micros = tuple(text(*size, checkpoint.config["vocab_size"], **how) for size in sizes)
+    trained = trained_tensors(checkpoint.tensors, layers or (), layers is None)
+    return Case(folder / "student", trained, micros, schedule, **more)
 
 
 def reference(case):
     """Losses and gradients of one process, in float32: transformers."""
     checkpoint = read_checkpoint(case.folder)
-
-    def opened(one, layout):
-        return open_model(one, layout, CPU)
-
-    layout = Layout.from_config(checkpoint.config)
-    student = make_student(
-        opened(checkpoint, layout), torch.float32, trained=case.trained, gradient_checkpointing=case.recompute
-    )
+    layout, how = Layout.from_config(checkpoint.config), {"gradient_checkpointing": case.recompute}
+    student = make_student(open_model(checkpoint, layout, CPU), torch.float32, trained=case.trained, **how)
     named = student.model.named_parameters()
     parameters = {file_name(name): parameter for name, parameter in named if parameter.requires_grad}
     teacher = None
     if case.teacher is not None:
-        dense = Layout.dense(layout.num_layers)
-        teacher = make_teacher(opened(read_checkpoint(case.teacher), dense), torch.float32, student)
+        dense = open_model(read_checkpoint(case.teacher), Layout.dense(layout.num_layers), CPU)
+        teacher = make_teacher(dense, torch.float32, student)
     losses = []
     for tensors in case.micros:
         micro = Batch.of(tensors, CPU)
@@ -149,18 +126,14 @@ def check(expected, result, *, tolerance=TOLERANCE, losses=1e-5):
     assert result["alive"] == 0
 
 
-EVERYTHING = [  # every layout: (layout, number of its schedule, number of the variant)
-    (layout, index % len(SCHEDULES), index % len(VARIANTS)) for index, layout in enumerate(LAYOUTS)
-]
+# every layout: (layout, number of its schedule, number of the variant)
+EVERYTHING = [(layout, index % len(SCHEDULES), index % len(VARIANTS)) for index, layout in enumerate(LAYOUTS)]
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+WIDE_YARN = {"head_dim": 8, "rope_parameters": YARN}
 SPECIAL = {
     "a rank without a vocabulary": ("dense", SCHEDULES[1], {"model": {"vocab_size": 9}, "tied": True, "teacher": True}),
     "one KV head": ("same layer", SCHEDULES[2], {"kv_heads": 1, "packed": True}),
-    "wide heads, yarn": (
-        "mixed",
-        SCHEDULES[1],
-        {"model": {"head_dim": 8, "rope_parameters": YARN}, "sizes": (ROW,), "recompute": True},
-    ),
+    "wide heads, yarn": ("mixed", SCHEDULES[1], {"model": WIDE_YARN, "sizes": (ROW,), "recompute": True}),
     # what the frozen attention adds needs no gradient, and the stream that it is added to does
     "frozen under a trained sum": ("mixed", SCHEDULES[2], {"layers": (1,)}),
     "qwen3": ("same layer", SCHEDULES[2], {"model": {"model_type": "qwen3"}, "packed": True, "kv_heads": 2}),
@@ -191,10 +164,6 @@ def cases(place):
     return made
 
 
-def layout_of(name):
-    return SPECIAL[name][0] if name in SPECIAL else name[0]
-
-
 @pytest.fixture(scope="module")
 def results(place, cases):
     """(ranks, backend) -> the results of its cases. Every number of ranks is started once, and one is this process."""
@@ -208,7 +177,7 @@ def results(place, cases):
     found = {}
     for size, jobs in chosen.items():
         jobs = {
-            backend: [name for name in names if (LAYOUTS[layout_of(name)][2] or size) % size == 0]
+            backend: [name for name in names if (LAYOUTS[SPECIAL.get(name, name)[0]][2] or size) % size == 0]
             for backend, names in jobs.items()
         }
         if size == 1:

@@ -14,7 +14,7 @@ from ladderize.adapt.train import run
 from ladderize.adapt.train.states import read_metrics
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
-from tests.helpers import all_tensors, invoke, one_sentence
+from tests.helpers import all_tensors, invoke, invoke_well, one_sentence
 
 CPU = Ranks(0, 1, torch.device("cpu"))
 LENGTH, ROWS = 24, 40
@@ -36,8 +36,7 @@ def adapt(place, out, *more, **kwargs):
 
 
 def succeed(place, out, *more, **kwargs):
-    outcome = adapt(place, out, *more, **kwargs)
-    assert outcome.code == 0, outcome.stderr
+    invoke_well(*arguments(place, out, *more, **kwargs))
     return json.loads((out / "adaptation.json").read_text())
 
 

@@ -23,10 +23,9 @@ def qwen3(tmp_path_factory):
 
 def furnish(folder, model_type):
     save_llama(folder / "dense", model_type=model_type)
-    convert_checkpoint(
-        str(folder / "dense"), folder / "both", Recipe(ladder="all", spd="all", sync_tp_size=4), verify=False
-    )
-    convert_checkpoint(str(folder / "dense"), folder / "upper", Recipe(ladder="2:"), verify=False)
+    recipes = {"both": Recipe(ladder="all", spd="all", sync_tp_size=4), "upper": Recipe(ladder="2:")}
+    for name, recipe in recipes.items():
+        convert_checkpoint(str(folder / "dense"), folder / name, recipe, verify=False)
     ids = np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (ROWS, LENGTH))
     np.save(folder / "ids.npy", ids)
     np.save(folder / "eval.npy", ids[:3])

@@ -4,17 +4,15 @@ import pytest
 
 from ladderize.adapt.train import run
 from tests.helpers import all_tensors, invoke, invoke_well, listing, one_sentence
-from tests.train.commands import adapt, losses_of, same_weights, stopped_before_the_end, succeed
+from tests.train.commands import adapt, arguments, losses_of, same_weights, stopped_before_the_end, succeed
 
 
-def aligned(place, out, *more, steps=4, **kwargs):
-    return adapt(place, out, "--align", "--distill-from", place / "dense", *more, steps=steps, **kwargs)
+def aligned(place, out, *more, steps=4, run=invoke, **kwargs):
+    return run(*arguments(place, out, "--align", "--distill-from", place / "dense", *more, steps=steps, **kwargs))
 
 
-def well_aligned(*arguments, **more):
-    outcome = aligned(*arguments, **more)
-    assert outcome.code == 0, outcome.stderr
-    return outcome
+def well_aligned(*given, **more):
+    return aligned(*given, run=invoke_well, **more)
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +71,8 @@ def test_out_is_looked_at_before_anything_is_aligned(place, tmp_path, monkeypatc
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     for method in ("full", "lora"):
-        assert "is not empty; choose another folder" in one_sentence(
-            aligned(place, tmp_path / "out", "--method", method)
-        )
+        refused = one_sentence(aligned(place, tmp_path / "out", "--method", method))
+        assert "is not empty; choose another folder" in refused
     assert "--overwrite does not replace it" in one_sentence(aligned(place, tmp_path / "out", "--overwrite"))
     assert "is the source" in one_sentence(aligned(place, place / "dense", "--overwrite"))
     assert listing(tmp_path) == ["out"]

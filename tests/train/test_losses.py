@@ -26,9 +26,8 @@ def test_the_peak_goes_with_the_root_of_what_an_alignment_left(left, share):
 
 
 def test_budgets():
-    tokens, steps = (
-        RetrainOptions(data=(), **how).resolve(SIZES, 1) for how in ({"max_tokens": 100}, {"max_steps": 10})
-    )
+    budgets = {"max_tokens": 100}, {"max_steps": 10}
+    tokens, steps = (RetrainOptions(data=(), **budget).resolve(SIZES, 1) for budget in budgets)
     assert (tokens.share(3, 25), steps.share(3, 25), steps.share(11, 0)) == (0.25, 0.3, 1.0)
     assert [parse_count(text) for text in ("3B", "20M", "1.5k", "7")] == [3_000_000_000, 20_000_000, 1500, 7]
     for text in ("", "3 tokens", "-3", "0", "0.2", "1e9", "1000000T", "9" * 5000):

@@ -137,10 +137,8 @@ def test_a_teacher_takes_what_is_frozen_and_equal(tmp_path, tied):
         def source(dtype):
             return CheckpointSource(dense, dtype, torch.device("cpu")).read
 
-        trained = frozenset(name for name in dense.tensors if name.startswith(trained))
-        return build_weights(
-            source, dense.config, shape, layout, trained=trained, compute=torch.bfloat16, shared=shared
-        )
+        how = {"trained": frozenset(name for name in dense.tensors if name.startswith(trained)), "shared": shared}
+        return build_weights(source, dense.config, shape, layout, compute=torch.bfloat16, **how)
 
     student = build(Layout.from_layers(4, ladder=[2], spd=[0, 2], sync_tp_size=2), ("model.layers.2.",))
     teacher = build(Layout.dense(4), (), student)
