@@ -113,9 +113,8 @@ class Oracle:
         for layer in range(config.num_hidden_layers):
             streams.append(residual if pending is None else residual + pending[0] + pending[1])
             for name, mode in (("attention", config.attention_sync[layer]), ("mlp", config.mlp_sync[layer])):
-                norm = self.get(
-                    layer, ("input_layernorm" if name == "attention" else "post_attention_layernorm") + ".weight"
-                )
+                norm = "input_layernorm" if name == "attention" else "post_attention_layernorm"
+                norm = self.get(layer, f"{norm}.weight")
                 bias = self.get(layer, "self_attn.o_proj.bias" if name == "attention" else "mlp.down_proj.bias")
                 bias = nothing if bias is None else bias * self.family.of_sums
                 partial = []

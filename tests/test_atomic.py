@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -135,10 +136,7 @@ def test_a_swap_that_fails_half_way_puts_the_old_one_back(llama, tmp_path, monke
 
 @pytest.mark.parametrize(("error", "code"), [(UserError("it does not load"), 1), (KeyboardInterrupt(), 130)])
 def test_a_verification_that_fails_or_is_interrupted_leaves_nothing(llama, tmp_path, monkeypatch, error, code):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(pipeline, "verify_output", fail)
+    monkeypatch.setattr(pipeline, "verify_output", mock.Mock(side_effect=error))
     assert invoke("convert", llama, tmp_path / "out", "--ladder", "2:").code == code
     assert listing(tmp_path) == ["src"]
 
@@ -173,11 +171,7 @@ def test_a_full_disk(tmp_path):
 
 def test_a_disk_that_fails_meanwhile(llama, tmp_path, monkeypatch):
     """While the next file is written: the error is told by that fsync alone."""
-
-    def fail(path):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(writing, "fsync", fail)
+    monkeypatch.setattr(writing, "fsync", mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     outcome = invoke("convert", llama, tmp_path / "out", "--ladder", "2:", "--no-verify")
     assert "input/output error); nothing was left there" in one_sentence(outcome)
     assert listing(tmp_path) == ["src"]

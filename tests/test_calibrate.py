@@ -1,5 +1,6 @@
 """``ladderize calibrate``: what a fit finds in planted times, a real run, what is refused."""
 
+import itertools
 import json
 import random
 
@@ -32,13 +33,11 @@ def some_device(kind: str) -> DeviceSpec:
 def planted(kind: str, device: DeviceSpec, links: dict[int, tuple[float, float]]):
     """What groups of ranks time on such a device. links: latency and bandwidth of an all-reduce, by ranks."""
     sizes, flop_s = calibrate.SIZES[kind], device.matmul_tflop_s["bfloat16"] * 1e12
-    groups = []
+    groups, products = [], []
+    for width, rows in itertools.product(sizes.widths, sizes.rows):
+        seconds = product_seconds(device, rows, width, width, 2, flop_s, read=2)
+        products.append(calibrate.TimedProduct(rows, width, seconds + 1e-6 * device.kernel_us))
     for ranks, (alpha_us, beta) in links.items():
-        products = []
-        for width in sizes.widths:
-            for rows in sizes.rows:
-                seconds = product_seconds(device, rows, width, width, 2, flop_s, read=2)
-                products.append(calibrate.TimedProduct(rows, width, seconds + 1e-6 * device.kernel_us))
         messages = [calibrate.TimedMessage(size, 1e-6 * alpha_us + size / (beta * 1e9)) for size in calibrate.MESSAGES]
         environment = Environment(kind, "x", 2, 1, "3", "2", "5", "Linux", 1, {})
         sent = (messages, 0.3) if ranks > 1 else ([], 0.0)

@@ -73,12 +73,8 @@ def wide(weights):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mlp(compiled, dtype):
     hidden, inner, virtual = 40, some(3, 16, 70), some(1, 2, 4)
-    weights = MlpWeights(
-        RMSNorm(torch.randn(hidden).to(dtype), 1e-5),
-        [Linear((torch.randn(2 * inner, hidden) * hidden**-0.5).to(dtype)) for _ in range(virtual)],
-        None,
-        None,
-    )
+    linears = [Linear((torch.randn(2 * inner, hidden) * hidden**-0.5).to(dtype)) for _ in range(virtual)]
+    weights = MlpWeights(RMSNorm(torch.randn(hidden).to(dtype), 1e-5), linears, None, None)
     x = torch.randn(2, 3, hidden).to(dtype)
     carry = [torch.randn_like(x) for _ in range(virtual)]
     alone = replace(weights, gate_up=weights.gate_up[:1])
@@ -92,13 +88,10 @@ def attention_case(dtype, *, dim, norms=False, rope=True, window=None):
     kv_heads, hidden = some(1, 2, 3), 48
     heads = kv_heads * some(1, 2, 3, 5)
     rows = (heads + 2 * kv_heads) * dim
-    weights = AttentionWeights(
-        RMSNorm(torch.randn(hidden).to(dtype), 1e-5),
-        [Linear((torch.randn(rows, hidden) * 2 * hidden**-0.5).to(dtype), torch.randn(rows).to(dtype))],
-        [],
-        None,
-        HeadNorms(torch.randn(dim), torch.randn(dim), heads, kv_heads, 1e-5) if norms else None,
-    )
+    norm = RMSNorm(torch.randn(hidden).to(dtype), 1e-5)
+    qkv = Linear((torch.randn(rows, hidden) * 2 * hidden**-0.5).to(dtype), torch.randn(rows).to(dtype))
+    of_heads = HeadNorms(torch.randn(dim), torch.randn(dim), heads, kv_heads, 1e-5) if norms else None
+    weights = AttentionWeights(norm, [qkv], [], None, of_heads)
     decoder = SimpleNamespace(rope=[rope] * 2, windows=[window] * 2, attention_scale=some(None, 0.2))
     shape = SimpleNamespace(own_heads=heads, own_kv_heads=kv_heads, head_dim=dim, decoder=decoder)
     return weights, shape, hidden
@@ -189,11 +182,8 @@ def test_parts_of_a_prompt(compiled, dtype, dim):
     for step, part in zip(steps, (x[:, :before], x[:, before:]), strict=True):
         compare(compiled, case, part, step, cache, dtype)
     weights, shape, _ = case
-    runs = [
-        (compiled, weights, x, PartsCache(dtype, CPU)),
-        (Operations(), weights, x, PartsCache(dtype, CPU)),
-        (Operations(), wide(weights), x.float(), PartsCache(torch.float32, CPU)),
-    ]
+    kinds = (compiled, weights, x), (Operations(), weights, x), (Operations(), wide(weights), x.float())
+    runs = [(*kind, PartsCache(kind[2].dtype, CPU)) for kind in kinds]
     for step, part in zip(steps, (slice(before), slice(before, None)), strict=True):
         assert_as_good(*(by.attention(own, read[:, part], step, kept, 0, shape) for by, own, read, kept in runs))
     whole = Step(factors, 0, 0, causal=True)
@@ -205,9 +195,9 @@ def test_what_is_no_number_stays_visible(compiled, dtype):
     bad = some(float("nan"), float("inf"), float("-inf"))
     x = torch.randn(1, 3, 48).to(dtype)
     x[0, 1, 5] = bad
-    norm = RMSNorm(torch.ones(48, dtype=dtype), 1e-5)
-    assert not compiled.norm(norm, x)[0, 1].isfinite().all()
-    assert compiled.norm(norm, x)[0, 0].isfinite().all()
+    normed = compiled.norm(RMSNorm(torch.ones(48, dtype=dtype), 1e-5), x)
+    assert not normed[0, 1].isfinite().all()
+    assert normed[0, 0].isfinite().all()
     case = attention_case(dtype, dim=16)
     cache = random_cache(1, case[1].own_kv_heads, 3, 16)
     seen = compiled.attention(case[0], x, Step(turns(1, 3, 16), 0, 0, causal=True), cache, 1, case[1])

@@ -36,14 +36,9 @@ def test_accelerate_launch(tmp_path):
     words += ["--limit", "7", "--perplexity", tmp_path / "ids.npy", "--seq-len", "30", "--dtype", "float32"]
     words += ["--batch-size", "3", "--device", "cpu", "--json", "--out"]
     alone = json.loads(invoke(*words, tmp_path / "alone.json").stdout)
-    result = subprocess.run(
-        [*ACCELERATE, str(free_port()), "-m", "ladderize", *map(str, words), str(tmp_path / "two.json")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    command = [*ACCELERATE, str(free_port()), "-m", "ladderize", *map(str, words), str(tmp_path / "two.json")]
+    how = {"env": {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}, "timeout": PATIENCE}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **how)
     assert result.returncode == 0, result.stderr
     together = json.loads(result.stdout)
     assert together == json.loads((tmp_path / "two.json").read_text())  # printed once

@@ -215,6 +215,7 @@ def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
     [
         (("--shape", "8b", "--hardware", "h1000", "--tp-size", "1"), "--hardware h1000 is neither one of"),
         (H100, "name a checkpoint, or a shape with --shape, and not both"),
+        (("--shape", "8b", *H100, "--layout", "rungs"), "--layout rungs is not one of dense, ladder, delayed, spd,"),
         (("--shape", "8b", *H100, "--sync-tp-size", "3"), "--tp-size 8 neither divides nor is a multiple of the 3"),
         (("--shape", "8b", *H100[:-1], "32"), "--link nvlink was measured with 2, 4 and 8 ranks, not 32"),
         (("--shape", "8b", *H100[:2], "--tp-size", "8"), "8 ranks send messages: give --link"),

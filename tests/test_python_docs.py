@@ -29,12 +29,8 @@ def test_the_examples_run_and_functions_are_silent(tmp_path, monkeypatch, capfd)
     namespace = {"show": lambda *values: shown.append(" ".join(map(str, values)))}
     assert len(BLOCKS) > 10
     for block in BLOCKS:
-        bars = io.StringIO()  # transformers' bar, which is not ours
-        with (
-            contextlib.redirect_stderr(bars)
-            if re.search(r"from_pretrained|load\(", block)
-            else contextlib.nullcontext()
-        ):
+        bars = re.search(r"from_pretrained|load\(", block)  # transformers', which are not ours
+        with contextlib.redirect_stderr(io.StringIO()) if bars else contextlib.nullcontext():
             exec(compile(quiet_calls(block), "docs/python.md", "exec"), namespace)
         assert capfd.readouterr() == ("", ""), block
     for line, comment in re.findall(r"^print\((?:.*)\)  # (.*?)(;.*)?$", PAGE, flags=re.M):

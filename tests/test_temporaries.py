@@ -2,6 +2,7 @@
 
 import errno
 import os
+from unittest import mock
 
 import pytest
 
@@ -21,10 +22,7 @@ def test_an_error_while_writing_leaves_the_old_file(tmp_path):
 
 
 def test_a_file_system_without_locks_loses_nothing(tmp_path, monkeypatch):
-    def refuse(*args):
-        raise OSError("no locks here")
-
-    monkeypatch.setattr("ladderize.files.temporaries.fcntl.flock", refuse)
+    monkeypatch.setattr("ladderize.files.temporaries.fcntl.flock", mock.Mock(side_effect=OSError("no locks here")))
     with scratch_folder(tmp_path / "out") as mine:
         clean_up(tmp_path / "out")
         assert mine.is_dir()
@@ -54,11 +52,9 @@ def test_a_failure_leaves_no_empty_folders(tmp_path):
 
 
 def test_a_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
-    def refuse(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     (tmp_path / "s.json").write_text("old")
-    monkeypatch.setattr("ladderize.files.temporaries.os.fsync", refuse)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr("ladderize.files.temporaries.os.fsync", mock.Mock(side_effect=full))
     with pytest.raises(OSError, match="No space left on device: '.*/s.json'"):
         write_json(tmp_path / "s.json", {"a": 1})
     assert listing(tmp_path) == ["s.json"]

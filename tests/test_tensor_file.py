@@ -2,6 +2,7 @@
 
 import errno
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -53,12 +54,7 @@ def test_a_file_that_cannot_be_written_is_not_left(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot be written .*no such file or directory"):
         write_tensors(tmp_path / "nowhere" / "x", infos_of(tensors), tensors.__getitem__)
 
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        UserError, match="x.safetensors cannot be written .no space left on device.; nothing was left there"
-    ):
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    with pytest.raises(UserError, match="x.safetensors cannot be written .no space left on device.; nothing was left"):
         write_tensors(path, infos_of(tensors), tensors.__getitem__)
     assert listing(tmp_path) == []

@@ -63,10 +63,8 @@ def on_ranks(ranks, own, vocab, logits, targets, teacher, weights):
     with ThreadPoolExecutor(ranks) as pool:
         results = list(pool.map(work, range(ranks)))
     losses, grads, sent = zip(*results, strict=True)
-    for other in losses[1:]:
-        assert torch.equal(
-            torch.stack(other).view(torch.int32), torch.stack(losses[0]).view(torch.int32)
-        )  # the same bits
+    bits = [torch.stack(own).view(torch.int32) for own in losses]
+    assert all(torch.equal(other, bits[0]) for other in bits)
     grads = torch.cat(grads, -1)
     assert not grads[:, vocab:].any()
     return losses[0], grads[:, :vocab], sent
@@ -137,28 +135,20 @@ def test_kept_answers_teach_their_outcomes_and_all_others_as_one(ranks, dtype, m
     divergence = kl_div(outcomes, answers[:, :-1].double().log_softmax(-1), reduction="sum", log_target=True)
     (weights[0] * entropy + weights[1] * divergence).backward()
 
-    losses, grad, _ = on_ranks(
-        ranks,
-        own,
-        vocab,
-        logits,
-        targets,
-        lambda part, collectives, start: teacher_from_answers(part, likeliest, answers, collectives, start, vocab),
-        weights,
-    )
-    torch.testing.assert_close(
-        torch.stack(losses).double(), torch.stack([entropy, divergence]).detach(), rtol=1e-4, atol=1e-4
-    )
+    def taught(part, collectives, start):
+        return teacher_from_answers(part, likeliest, answers, collectives, start, vocab)
+
+    losses, grad, _ = on_ranks(ranks, own, vocab, logits, targets, taught, weights)
+    right = torch.stack([entropy, divergence]).detach()
+    torch.testing.assert_close(torch.stack(losses).double(), right, rtol=1e-4, atol=1e-4)
     near = {"rtol": 1e-3, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-4}
     torch.testing.assert_close(grad.double(), student.grad, **near)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_without_tokens_the_sums_are_0_and_have_a_graph(ranks):
-    empty = torch.empty(0, 20)
-    losses, grad, sent = on_ranks(
-        ranks, 10 * 2 // ranks, 20, empty, torch.empty(0, dtype=torch.long), empty, torch.ones(2)
-    )
+    empty, targets = torch.empty(0, 20), torch.empty(0, dtype=torch.long)
+    losses, grad, sent = on_ranks(ranks, 20 // ranks, 20, empty, targets, empty, torch.ones(2))
     assert losses == [torch.tensor(0.0)] * 2
     assert grad.shape == (0, 20)
     assert not any(sent)
