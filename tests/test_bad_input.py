@@ -87,6 +87,7 @@ DAMAGE = {
     "pickle only": (lambda s: (s / "model.safetensors").rename(s / "pytorch_model.bin"), "only pickle weights.*save_"),
     "no weights": (gone("model.safetensors"), "holds neither"),
     "truncated": (weights(lambda raw: raw[:-9]), "is truncated"),
+    "eight bytes": (weights(lambda raw: b"\xff" * 8), "truncated or not a safetensors"),
     "header lies": (norm_entry(shape=[320]), "is truncated or not a safetensors file"),
     "header overlaps": (norm_entry(data_offsets=[0, 128]), "is truncated or not a safetensors file"),
     "tensor missing": (tensors(lambda t: t.pop(Q)), f"{Q} is missing"),

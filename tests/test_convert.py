@@ -175,7 +175,8 @@ def test_another_layout_and_back_to_dense(llama, tmp_path):
 
 
 def test_what_is_carried_over(llama, tmp_path):
-    carried = {"tokenizer.json": b"{}", "LICENSE": b"terms\r\n", "notes/data.txt": b"\x00\xff", "USE_POLICY.md": b"x"}
+    carried = {"tokenizer.json": b"{}", "chat_template.jinja": b"{{ messages }}", "LICENSE": b"terms\r\n"}
+    carried |= {"notes/data.txt": b"\x00\xff", "USE_POLICY.md": b"policy"}
     left = ["pytorch_model.bin", "x.BIN", "pytorch_model.bin.index.json", "model.gguf", "consolidated.safetensors"]
     left += ["custom.py", "a.PY", "evil.so"]
     closed = ["original/params.json", ".cache/x", "notes/.git/config", "notes/__pycache__/x.pyc"]

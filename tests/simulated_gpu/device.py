@@ -5,7 +5,7 @@ on the events that the stream has waited for; nothing runs until the host asks f
 order that these dependencies allow, with streams preferred one over the other by turns, so that a wait that is missing
 is found out: whoever reads too early reads NaN. Memory holds NaN when it is new, and again after the allocator could
 have given it to somebody else: that is when its last tensor is gone, in the order of the stream that it was allocated
-on, or with ``record_stream`` after what the other streams had to do by then.
+on. Nobody may use ``record_stream``, which would put that off.
 
 What a GPU refuses is refused: tensors of the host among those of the device, a host that waits while a graph is
 captured, a stream that is not joined when a capture ends. ``syncs`` counts how often the host waited. Every operation
@@ -41,7 +41,7 @@ SYNCS = {
     aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select, aten.unique_dim, aten._unique2,
     aten.is_nonzero, aten.item, aten.unique_consecutive,
 }  # fmt: skip
-VIEWS = {aten._unsafe_view, aten.lift_fresh, aten.lift}
+VIEWS, INDEXED = {aten._unsafe_view, aten.lift_fresh, aten.lift}, {aten.index, aten.index_put_, aten.index_put}
 
 
 class Node:
@@ -59,7 +59,6 @@ class Memory:
     def __init__(self, gpu: "SimulatedGpu", storage: torch.UntypedStorage, fill: int) -> None:
         self.gpu, self.storage, self.fill = gpu, storage, fill
         self.stream, self.graph = gpu.current, gpu.capturing
-        self.used_on: set[Stream] = set()  # of record_stream
         gpu.bytes += storage.nbytes()
         gpu.peak = max(gpu.peak, gpu.bytes)
 
@@ -107,10 +106,6 @@ class SimTensor(torch.Tensor):
 
     def record_stream(self, stream: "Stream") -> None:
         self.memory.gpu.recorded.append(stream)
-        self.memory.used_on.add(stream)
-
-    def __repr__(self) -> str:
-        return f"SimTensor({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,19 +124,6 @@ class Event:
         self.frontier = list(stream.frontier)
         self.gpu.log.append(("record", stream.name, self))
         self.gpu.checker._handle_event_record(id(self), stream.cuda_stream)
-
-    def wait(self, stream: "Stream | None" = None) -> None:
-        (stream or self.gpu.current).wait_event(self)
-
-    def synchronize(self) -> None:
-        self.gpu.synchronize(self.frontier)
-        self.gpu.checker._handle_event_synchronization(id(self))
-
-    def query(self) -> bool:
-        return all(node.done for node in self.frontier)
-
-    def elapsed_time(self, other: "Event") -> float:
-        return 1.0
 
 
 class Stream:
@@ -183,9 +165,6 @@ class Stream:
     def synchronize(self) -> None:
         self.gpu.synchronize(self.frontier)
         self.gpu.checker._handle_stream_synchronization(self.cuda_stream)
-
-    def query(self) -> bool:
-        return all(node.done for node in self.frontier)
 
 
 class Graph:
@@ -265,13 +244,9 @@ class SimulatedGpu:
         on."""
         self.bytes -= memory.storage.nbytes()
         stream, storage, fill = memory.stream, memory.storage, memory.fill
-        if memory.graph is not None and (memory.graph is not self.capturing or memory.used_on):
+        if memory.graph is not None and memory.graph is not self.capturing:
             return  # a graph's memory, which nobody else gets
-        if memory.used_on:
-            after = [node for other in (stream, *memory.used_on) for node in other.frontier]
-            self.add(Node("poison", stream, lambda: storage.fill_(fill), after))
-        else:
-            self.launch("poison", lambda: storage.fill_(fill), set(), {memory.pointer}, stream)
+        self.launch("poison", lambda: storage.fill_(fill), set(), {memory.pointer}, stream)
         self.checker._handle_memory_deallocation(memory.pointer)
 
     # ---- operations ----
@@ -295,7 +270,7 @@ class SimulatedGpu:
                 return self.copied_into(*args[:2])
             if (handler := HANDLERS.get(packet)) is not None:
                 return handler(self, *args, **kwargs)
-            if packet in (aten.index, aten.index_put, aten.index_put_):  # indices may come from the host
+            if packet in INDEXED:  # indices may come from the host
                 args = (args[0], [self._index(index) for index in args[1]], *args[2:])
                 leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
                 own = [leaf for leaf in leaves if isinstance(leaf, SimTensor)]
@@ -320,9 +295,8 @@ class SimulatedGpu:
         if not writes and own and (any(aliases) or func.overloadpacket in VIEWS):  # no kernel runs
             made = func(*backings[0], **backings[1])
             return tree_map_only(torch.Tensor, lambda tensor: SimTensor(tensor, own[0].memory, own[0]), made)
-        bools = func.overloadpacket in (aten.index, aten.index_put_, aten.index_put) and any(
-            isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
+        indices = args[1] if func.overloadpacket in INDEXED else ()
+        bools = any(isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in indices)
         if func.overloadpacket in SYNCS or bools:
             self.host_waits(str(func.overloadpacket))
             made = func(*backings[0], **backings[1])
@@ -351,7 +325,8 @@ class SimulatedGpu:
         pointers = {leaf.memory.pointer for leaf in tree_flatten(outputs)[0] if isinstance(leaf, SimTensor)}
 
         def run() -> None:
-            found = [leaf for leaf in tree_flatten(func(*backings[0], **backings[1]))[0] if _is_tensor(leaf)]
+            leaves, _ = tree_flatten(func(*backings[0], **backings[1]))
+            found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             for into, value in zip(kept, found, strict=True):
                 into.copy_(value)
 
@@ -382,9 +357,8 @@ class SimulatedGpu:
         stream.frontier = [self.add(Node(label, stream, run, list(stream.frontier)))]
         self.log.append(("run", stream.name, label, reads, writes))
         names = {pointer: [label] for pointer in reads | writes}
-        self.problems += self.checker._handle_kernel_launch(
-            stream.cuda_stream, reads - writes, writes, set(), label, names
-        )
+        launched = (stream.cuda_stream, reads - writes, writes, set(), label, names)
+        self.problems += self.checker._handle_kernel_launch(*launched)
 
     def add(self, node: Node) -> Node:
         if self.capturing is not None and self.is_capturing(node.stream):
@@ -476,9 +450,8 @@ class SimulatedGpu:
 
     def is_capturing(self, stream: Stream) -> bool:
         """A stream takes part in a capture where it began, or once it has waited for an event of it."""
-        return stream is self.capture_stream or any(
-            node.graph is not None and node.graph is self.capturing for node in stream.frontier
-        )
+        joined = (node.graph is not None and node.graph is self.capturing for node in stream.frontier)
+        return stream is self.capture_stream or any(joined)
 
     @contextlib.contextmanager
     def capture(self, graph: Graph, pool: object = None, stream: Stream | None = None, **more: Any) -> Iterator[None]:
@@ -529,12 +502,8 @@ class SimulatedGpu:
         if output.numel() != self.ranks * input.numel() or not input.is_contiguous():
             raise RuntimeError("output tensor size must be equal to world_size times input tensor size")
         into, values = output.backing, input.backing
-        self.launch(
-            "nccl all-gather",
-            lambda: into.view(self.ranks, *values.shape).copy_(values.expand(self.ranks, *values.shape)),
-            {input.memory.pointer},
-            {output.memory.pointer},
-        )
+        shape, reads, writes = (self.ranks, *values.shape), {input.memory.pointer}, {output.memory.pointer}
+        self.launch("nccl all-gather", lambda: into.view(shape).copy_(values.expand(shape)), reads, writes)
 
     # ---- in the place of torch.cuda ----
 
@@ -562,7 +531,7 @@ class SimulatedGpu:
             "memory_allocated": lambda *device: self.bytes,
             "max_memory_allocated": lambda *device: self.peak,
             "memory_reserved": lambda *device: self.peak,
-            "reset_peak_memory_stats": self._reset_peak,
+            "reset_peak_memory_stats": lambda *device: setattr(self, "peak", self.bytes),
             "mem_get_info": lambda *device: (MEMORY_BYTES - self.peak, MEMORY_BYTES),
             "get_device_name": lambda *device: "simulated",
             "get_device_properties": lambda *device: SimpleNamespace(name="simulated", total_memory=MEMORY_BYTES),
@@ -597,9 +566,6 @@ class SimulatedGpu:
             assert not self.problems, self.problems[0]
             assert not self.recorded
 
-    def _reset_peak(self, *device: object) -> None:
-        self.peak = self.bytes
-
 
 class WithIndex(TorchFunctionMode):
     """``cuda`` is ``cuda:0``: which GPU is the current one is asked of a CUDA that is not there."""
@@ -607,8 +573,6 @@ class WithIndex(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.device:
             return func(*args, **(kwargs or {}))
-        if func is torch.Tensor.cuda:
-            return args[0].to(DEVICE)
         if func == torch.Tensor.data.__set__ and isinstance(args[0], SimTensor):
             args[0].backing, args[0].memory = args[1].backing, args[1].memory
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):  # C++ would make the lists tensors by itself
@@ -633,10 +597,6 @@ def _described(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, leaf.size(), leaf.stride()
     return type(leaf), leaf
-
-
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor)
 
 
 def _shape(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,11 +48,10 @@ class Store:
     """Of a process group."""
 
     def __init__(self) -> None:
-        self.timeout, self.given = datetime.timedelta(hours=2), list[datetime.timedelta]()
+        self.timeout = datetime.timedelta(hours=2)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         self.timeout = timeout
-        self.given.append(timeout)
 
 
 @contextmanager

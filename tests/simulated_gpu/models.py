@@ -32,11 +32,9 @@ def seed() -> int:
 
 def save_model(name: str, folder: Path) -> Path:
     """A random model of one of LAYOUTS; returns its folder."""
-    extra = BIASES if name == "spd" else {}
-    sizes = {**SHAPE, "num_hidden_layers": LAYERS, "max_position_embeddings": 600, **extra}
-    model = LadderizedLlamaForCausalLM(
-        LadderizedLlamaConfig(**sizes, **Layout.from_layers(LAYERS, **LAYOUTS[name]).to_config())
-    )
+    layout = Layout.from_layers(LAYERS, **LAYOUTS[name]).to_config()
+    sizes = {**SHAPE, "num_hidden_layers": LAYERS, "max_position_embeddings": 600, **(BIASES if name == "spd" else {})}
+    model = LadderizedLlamaForCausalLM(LadderizedLlamaConfig(**sizes, **layout))
     randomise(model, seed())
     model.save_pretrained(folder)
     return folder
@@ -50,11 +48,9 @@ def hf_training(folder: Path, dense: Path, device: torch.device, *, everything: 
         accelerator = open_accelerator(device.type)
         assert accelerator.device.type == device.type
         checkpoint, teacher = open_checkpoint(str(folder)), open_checkpoint(str(dense))
-        student = make_student(
-            open_model(checkpoint, Layout.from_config(checkpoint.config), device),
-            torch.float32,
-            trained=trained_tensors(checkpoint.tensors, range(LAYERS), everything),
-        )
+        model = open_model(checkpoint, Layout.from_config(checkpoint.config), device)
+        trained = trained_tensors(checkpoint.tensors, range(LAYERS), everything)
+        student = make_student(model, torch.float32, trained=trained)
         taught = make_teacher(open_model(teacher, Layout.dense(LAYERS), device), torch.float32, student)
         yield HFTraining(accelerator, student, taught)
     finally:

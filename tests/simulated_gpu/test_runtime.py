@@ -1,7 +1,6 @@
 """The runtime's paths on a GPU, on the simulated one: the numbers are those of the host, in whatever order a GPU that
 keeps to streams and events may run things."""
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
@@ -15,7 +14,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Handle
 from ladderize.runtime.collectives.choose import _peers_reachable, choose
 from ladderize.runtime.collectives.gpu import HIGH, RENDEZVOUS_TIMEOUT, Nccl
-from ladderize.runtime.decode import BUCKET, are_sound, check_mask, generate_tokens
+from ladderize.runtime.decode import BUCKET, are_sound, generate_tokens
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from tests.groups import by_row, make_generator
@@ -70,25 +69,19 @@ def run(generator, ids, padding, draws, sampling):
     return plain, padded, new, sound
 
 
-@contextmanager
-def noise(model):
-    """Meanwhile its logits are off by ten times what another order of the sums does."""
-
-    def head(states, exact=model.head):
-        logits = exact(states)
-        return logits + 1e-5 * torch.randn_like(logits)
-
-    with mock.patch.object(model, "head", head):
-        yield
-
-
 def clear_inputs(folder, sampling):
-    """For ``run``, with what it gives on the host: the tokens that are drawn are the same where it rounds otherwise."""
+    """For ``run``, with what it gives on the host: the tokens that are drawn are the same where logits are off by ten
+    times what another order of the sums does."""
     while True:
         inputs = random_ids(3, 9), torch.tensor([0, 4, 2]), torch.rand(3, 4)
         host = opened(folder, torch.device("cpu"), Alike(RANKS), 3, 20)
         expected = run(host, *inputs, sampling)
-        with noise(host.model):
+
+        def noisy(take=host.model.weights.take_head):
+            head = take()
+            return lambda states: (logits := head(states)) + 1e-5 * torch.randn_like(logits)
+
+        with mock.patch.object(host.model.weights, "take_head", noisy):
             if all(torch.equal(run(host, *inputs, sampling)[2], expected[2]) for _ in range(12)):
                 return inputs, expected
 
@@ -286,10 +279,3 @@ def test_symmetric_memory_is_for_gpus_that_reach_each_other(gpus, unreachable, s
         mock.patch.object(AlikeRanks, "gather", return_value=[0, 1]),
     ):
         assert _peers_reachable(group) == symmetric
-
-
-def test_a_mask_of_prompts_of_different_lengths_has_to_have_room():
-    with SimulatedGpu(seed()):
-        check_mask(8, 8192, DEVICE)
-        with pytest.raises(UserError, match=r"the mask of 64 prompts of different lengths up to 32,768 tokens needs"):
-            check_mask(64, 32768, DEVICE)

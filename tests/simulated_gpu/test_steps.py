@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ladderize.adapt.data.packing import pack
 from ladderize.adapt.layers import align_layer
 from ladderize.adapt.layers.align import align
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
@@ -25,6 +24,7 @@ from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.batch import ANSWERS, LIKELIEST
 from ladderize.runtime.training.model import TPTraining
 from ladderize.runtime.training.weights import build_weights
+from tests.adapt_data.rows import packed
 from tests.helpers import SHAPE, fresh_rng, random_ids
 from tests.simulated_gpu.device import DEVICE, SimulatedGpu
 from tests.simulated_gpu.groups import Alike, AlikeRanks, collectives
@@ -38,12 +38,9 @@ OPTIONS = SimpleNamespace(
 
 def some_rows():
     """Of which some hold several texts, some end in padding, and not every token counts."""
-    rng = fresh_rng()
-    lengths = (12, 11, 7, 5, 9, 3, 12, 10)
-    columns = pack(
-        [rng.integers(3, SHAPE["vocab_size"], n) for n in lengths], [rng.random(n) < 0.7 for n in lengths], 12
-    )
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    rng, lengths = fresh_rng(), (12, 11, 7, 5, 9, 3, 12, 10)
+    texts, scored = ([rng.integers(3, SHAPE["vocab_size"], n) for n in lengths], [rng.random(n) < 0.7 for n in lengths])
+    return packed(texts, scored, 12)
 
 
 def random_answers(row):
@@ -93,14 +90,9 @@ def tensor_parallel(folder, dense, device, gpu):
         )  # fmt: skip
         return TPTraining(weights, checkpoint.config, layout, made)
 
-    yield TensorParallelTraining(
-        AlikeAccelerator(device),
-        model(folder, True).train(),
-        model(dense, False).eval(),
-        made,
-        Ranks(0, 1, device),
-        AlikeRanks(0, RANKS, device),
-    )
+    student, teacher = model(folder, True).train(), model(dense, False).eval()
+    ranks = Ranks(0, 1, device), AlikeRanks(0, RANKS, device)
+    yield TensorParallelTraining(AlikeAccelerator(device), student, teacher, made, *ranks)
 
 
 @pytest.mark.parametrize("make", [alone, tensor_parallel])
