@@ -242,6 +242,10 @@ def test_convert(llama, tmp_path, data):
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "next" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
     assert "lie in another order" in (out / "README.md").read_text()
+    # for another number of ranks the order is as good as any, and the recipe does not name it
+    other = ("--spd", "1:3", "--sync-tp-size", 4, "--no-verify")
+    assert "were assigned to 2 ranks, not 4" in invoke_well("convert", out, tmp_path / "four", *other).stderr
+    invoke_well("convert", llama, tmp_path / "fresh", "--recipe", tmp_path / "four" / "ladderize.yaml", "--no-verify")
     twice = refusal("convert", out, tmp_path / "twice", "--recipe", out / "ladderize.yaml", "--no-verify")
     assert "lies in the order of its own assignment.json" in twice
 

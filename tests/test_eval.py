@@ -18,6 +18,7 @@ from ladderize import compare, convert_checkpoint, load
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL, TASKS, write_documents
+from ladderize.errors import UserError
 from ladderize.eval import run, tasks
 from ladderize.eval.model import HFModel
 from ladderize.eval.options import EvalOptions
@@ -25,7 +26,17 @@ from ladderize.eval.results import EvalResults, perplexity_from_nlls
 from ladderize.eval.table import result_rows
 from ladderize.eval.text import score_windows
 from ladderize.ranks.group import Ranks
-from tests.helpers import STORIES, fresh_rng, invoke, invoke_json, listing, make_model, refusal, save_llama
+from tests.helpers import (
+    STORIES,
+    edit_tensors,
+    fresh_rng,
+    invoke,
+    invoke_json,
+    listing,
+    make_model,
+    refusal,
+    save_llama,
+)
 from tests.oracle import Oracle
 
 
@@ -230,12 +241,24 @@ def test_a_run_goes_on_after_the_tasks_that_it_has(pair, tmp_path, monkeypatch):
     assert resumed.models[0].tasks == whole.models[0].tasks
     assert set(resumed.models[0].samples) == set(whole.models[0].samples)
 
-    # what it has is of no use with other options, or without its samples
+    # with other options or models it is not lost, and without its samples it is of no use
+    with pytest.raises(UserError, match="r.json is of an eval with another --limit; name another --out"):
+        run.evaluate([pair[0]], replace(options, limit=4), out=out, resume=True)
+    with pytest.raises(UserError, match="r.json also has .*; name all its models"):
+        run.evaluate([pair[1]], options, out=out, resume=True)
     (tmp_path / next(iter(samples.values()))).unlink()
-    for changed in (options, replace(options, limit=4)):
-        ran = []
-        run.evaluate([pair[0]], changed, out=out, resume=True)
-        assert ran == ["demo_agreement", "demo_copying"]
+    ran = []
+    run.evaluate([pair[0]], options, out=out, resume=True)
+    assert ran == ["demo_agreement", "demo_copying"]
+
+
+def test_a_model_that_answers_nan_has_no_score(tmp_path):
+    """lm-eval would take the first choice of each question."""
+    broken = shutil.copytree(MODEL, tmp_path / "broken")
+    edit_tensors(broken, lambda tensors: tensors["model.layers.3.mlp.down_proj.weight"][0].fill_(math.nan))
+    said = refusal("eval", broken, *demo("agreement", "--limit", 4), "--out", tmp_path / "r.json")
+    assert "broken: log-likelihoods of demo_agreement are NaN; check the model's weights, or compute in float32" in said
+    assert json.loads((tmp_path / "r.json").read_text())["models"][0].get("results") is None
 
 
 def test_going_on_in_another_order_replaces_no_samples(pair, tmp_path):

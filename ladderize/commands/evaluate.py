@@ -47,7 +47,7 @@ def evaluate(given: GivenOptions) -> None:
     console = Console(arguments.as_json)
     with console.stage(LOADING):
         from ladderize.eval.run import evaluate as evaluate_models
-        from ladderize.eval.table import result_rows, show_comparison
+        from ladderize.eval.table import prediction_words, result_rows, show_comparison
         from ladderize.vllm.environment import check_vllm
         from ladderize.vllm.eval_model import open_vllm
 
@@ -65,6 +65,10 @@ def evaluate(given: GivenOptions) -> None:
     )
     console.document(results.to_dict())
     console.table(result_rows(results), right=["value", "stderr"])
+    for one in results.models if arguments.reference is not None else ():
+        if (predictions := one.model.predictions) is not None:
+            console.result("")
+            console.prose(f"{one.model.model} against {predictions.reference}. {prediction_words(predictions)}")
     for comparison in results.comparisons:
         console.result("")
         show_comparison(comparison, console)

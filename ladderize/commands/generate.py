@@ -52,6 +52,8 @@ def generate(given: GivenOptions) -> None:
     """Generate text, or training data: answers to instructions, or texts of the model's own."""
     arguments = given.fill(GenerateArguments)
     _check_mode(arguments)
+    if arguments.prompt:
+        given.refuse({"batch_size"}, "with --prompt, whose texts are answered together")
     if arguments.engine == "vllm":
         given.refuse({"backend", "device", "threads"}, "with --engine vllm")
     untold = {"temperature": 1.0} if arguments.out is not None and given.params["temperature"] is None else {}

@@ -120,8 +120,8 @@ def make_plan(
     after.check_model(config)
     if not (is_ladderized(config) or is_authors(config) or recipe.dense or changes.replace) and after.is_dense:
         raise UserError(
-            f"nothing to convert: {src} is a dense {family_of(config).class_prefix}; name layers with --ladder or"
-            " --spd, or give a --recipe"
+            f"nothing to convert: {src} is a dense {family_of(config).class_prefix}; name layers with --ladder,"
+            " --delayed or --spd, or give a --recipe"
         )
     changes = with_assignment(changes, recipe, config, after)
     if quantisation is not None:
@@ -141,7 +141,12 @@ def make_plan(
         replace=changes.replace,
     )
     carried, left_behind = sort_files(source)
-    is_assigned = changes.assignment is not None or ASSIGNMENT in carried
+    assigned = changes.assignment
+    if assigned is None and ASSIGNMENT in carried:
+        assigned = read_assignment(source.folder / ASSIGNMENT)
+    is_assigned = assigned is not None and after.sync_tp_size in (None, assigned.sync_tp_size)
+    if assigned is not None and not is_assigned:
+        warnings.append(f"heads and neurons were assigned to {assigned.sync_tp_size} ranks, not {after.sync_tp_size}")
     for path in (source.folder / name for name in (*source.weight_files, *carried)):
         if out in path.resolve().parents:
             raise UserError(f"{path} is a link into OUT {out}, which would be replaced; choose another OUT")
@@ -205,14 +210,13 @@ def check_assignable(source: Checkpoint, name: str, assignment: RankAssignment |
 
 def layout_warnings(source: Checkpoint, before: Layout, after: Layout) -> list[str]:
     """Return warnings where weights were retrained, or scales measured, for another layout than this one."""
-    if after == before:
-        return []
-    found = [STATIC_SCALES] if has_measured_scales(source.tensors) else []
+    found = [STATIC_SCALES] if after != before and has_measured_scales(source.tensors) else []
     retrainings = read_retrainings(source.folder)
-    if retrainings and not (before.is_dense and retrainings[-1].layout == str(before)):  # dense ones may go on
+    trained = retrainings[-1].layout if retrainings else str(after)
+    if trained != str(after) and trained != str(Layout.dense(before.num_layers)):  # dense ones may go on
         result = "neither the dense model nor the retrained one" if after.is_dense else "not the retrained one"
         found.append(
-            f"the weights were retrained ({retrainings[-1].method}) for another layout ({before}); with this one"
+            f"the weights were retrained ({retrainings[-1].method}) for another layout ({trained}); with this one"
             f" ({after}) the model is {result}: measure it, or convert the model that was not retrained"
         )
     return found

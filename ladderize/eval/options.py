@@ -91,7 +91,7 @@ class SensitivityOptions:
     sync_tp_size: int | None = option(
         "TP size to delay and drop sync points for (virtual ranks). Without it only ladder is measured.", min=1
     )
-    samples: int = option("Windows to score, drawn from the data; all if there are fewer.", 128, min=1)
+    samples: int = option("Windows to score, drawn from the data; all if there are fewer.", 128, min=2)
     seq_len: int | None = option(SEQ_LEN)
     seed: int = option("Seed of the windows that are drawn.", 0, min=0, max=MAX_SEED)
     dtype: Dtype = option(DTYPE, "auto")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ladderize.console import Console
 from ladderize.eval.compare import MAIN_METRICS, metric_name, pooled_units
-from ladderize.eval.comparison import CONFIDENCE, POINT, ComparisonDocument, TaskComparison
+from ladderize.eval.comparison import CONFIDENCE, POINT, ComparisonDocument, Predictions, TaskComparison
 from ladderize.eval.results import EvalResults, ModelResult
 
 # ---- what was measured of each model ----
@@ -122,13 +122,18 @@ def comparison_sentences(document: ComparisonDocument) -> Iterator[str]:
             f" ({interval_words(text.low, text.high, '+.4f')})."
         )
     if (predictions := document.predictions) is not None:
-        yield (
-            f"Predictions: mean KL divergence {predictions.mean_kl:.4g} nats per token"
-            f" ({interval_words(predictions.low, predictions.high, '.4f')}), 99th percentile {predictions.p99_kl:.4g};"
-            f" the same most likely next token in {predictions.same_top_share:.1%} of {predictions.tokens:,} tokens."
-        )
+        yield prediction_words(predictions)
     yield from (f"Left out: {sentence}." for sentence in document.left_out)
     yield from (f"Note: {sentence}." for sentence in document.remarks)
+
+
+def prediction_words(predictions: Predictions) -> str:
+    """Return how far predictions are from the reference's."""
+    return (
+        f"Predictions: mean KL divergence {predictions.mean_kl:.4g} nats per token"
+        f" ({interval_words(predictions.low, predictions.high, '.4f')}), 99th percentile {predictions.p99_kl:.4g};"
+        f" the same most likely next token in {predictions.same_top_share:.1%} of {predictions.tokens:,} tokens."
+    )
 
 
 def margin_text(margin: float) -> str:

@@ -7,6 +7,7 @@ Beside results.json lies a model's answer to each question. A sample is one line
 import hashlib
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -17,6 +18,7 @@ from unittest import mock
 from torch.utils.collect_env import get_pretty_env_info
 
 from ladderize.chat_template import chat_template_of
+from ladderize.choices import flag
 from ladderize.console import Console, strict_json
 from ladderize.errors import UserError
 from ladderize.eval.comparison import ComparisonDocument
@@ -94,7 +96,21 @@ def run_tasks(model: EvalModel, manager: "TaskManager", output: "Output", consol
         with console.contained(bars=True):
             result = run_task(harness, task, manager, options)
         if result is not None:  # on rank 0
+            check_numbers(result["samples"], model.name, task)
             output.add_task(model.name, result)
+
+
+def check_numbers(samples: Mapping[str, Sequence[Mapping[str, Any]]], model: str, task: str) -> None:
+    """Raise UserError where a log-likelihood is NaN. lm-eval would take the first choice for the likeliest."""
+    answers = (answer for own in samples.values() for sample in own for answer in sample["resps"])
+    if any(map(_has_nan, answers)):
+        raise UserError(f"{model}: log-likelihoods of {task} are NaN; check the model's weights, or compute in float32")
+
+
+def _has_nan(answer: Any) -> bool:
+    if isinstance(answer, list | tuple):
+        return any(map(_has_nan, answer))
+    return isinstance(answer, float) and math.isnan(answer)
 
 
 def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptions) -> dict[str, Any] | None:
@@ -154,13 +170,19 @@ class Output:
             )
 
     def earlier(self) -> dict[str, ModelResult]:
-        """Return the entries that an earlier run with the same options left in ``out``, with all their samples."""
+        """Return the entries that an earlier run with the same options left in ``out``, with all their samples.
+
+        Raises UserError where it had other options, or models that are not named now: their results would be lost.
+        """
         try:
             results = EvalResults.from_dict(read_own(self.out), self.out)
         except UserError:
             return {}
-        if results.options != self.options:
-            return {}
+        ours, theirs = self.options.to_dict(), results.options.to_dict()
+        if different := [flag(name) for name in ours if ours[name] != theirs[name]]:
+            raise UserError(f"{self.out} is of an eval with another {' and '.join(different)}; name another --out")
+        if missing := [entry.model.model for entry in results.models if entry.model.model not in self.names]:
+            raise UserError(f"{self.out} also has {', '.join(missing)}; name all its models, or another --out")
         known = {}
         for entry in results.models:
             paths = [inside(self.out.parent, file) for file in entry.samples.values()]

@@ -88,6 +88,7 @@ def read_section(path: Path, key: str, option: str) -> Mapping[str, Any]:
         document = read_yaml(path, what=f"{option} ")
     section = document.get(key) if isinstance(document, Mapping) else None
     if not isinstance(section, Mapping):
-        has = ", ".join(map(str, document)) if isinstance(document, Mapping) and document else "no keys"
+        known = [str(name) for name, value in document.items() if value] if isinstance(document, Mapping) else []
+        has = ", ".join(known) or "no keys"
         raise UserError(f"{option} {path} has no {key}, but {has}; name a file with a {key}")
     return section

@@ -205,7 +205,7 @@ def _chosen_link(options: PlanOptions, groups: int | None) -> Interconnect | Non
             f"{max(options.tp_sizes)} ranks send messages: give --link, a known one such as nvlink,"
             " ALPHA_US,BETA_GB_S, or a file"
         )
-    link = read_interconnect(named)
+    link = read_interconnect(named, "--link" if options.link else "--hardware")
     if options.outer_link is None or groups is None:
         return link
     return link.joined_by(read_interconnect(options.outer_link, "--outer-link"), options.tp_sizes[0] // groups)

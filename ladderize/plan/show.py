@@ -77,7 +77,8 @@ def _verdict(rows: Sequence[PlannedRow]) -> str | None:
     best = max(layouts, key=lambda row: row.speedup)
     rival = max([dense, *(row for row in others if row.kind == "exact")], key=lambda row: row.speedup)
     if best.speedup <= rival.speedup:
-        return f"{best.name} does not pay: it is no faster than {rival.name}, whose results are those of dense."
+        same = "" if rival is dense else ", whose results are those of dense"
+        return f"{best.name} does not pay: it is no faster than {rival.name}{same}."
     if best.speedup_low <= rival.speedup_high:
         return (
             f"{best.name} is not shown to pay: {rival.name} may be {rival.speedup_high:.2f}x as fast as dense,"

@@ -93,10 +93,11 @@ def _time_panel(phase: str, setting: Setting, timings: list[tuple[ReportModel, T
         if (sent := (timing.row.communication or {}).get(phase)) is None:
             continue
         # a difference of two medians: it may come out below 0, or above all communication, which no time can be
-        most = min(sent.alone_ms, sent.no_communication_ms)
+        computed = min(sent.no_communication_ms, timing.row.ms[phase])
+        most = min(sent.alone_ms, computed)
         hidden = min(max(0.0, sent.alone_ms - sent.exposed_ms), most) if timing.row.overlaps(phase) else 0.0
         waited = WithInterval(sent.exposed_ms, *sent.exposed_interval_ms)
-        values = (sent.no_communication_ms - hidden, hidden, max(0.0, waited.value))
+        values = (computed - hidden, hidden, max(0.0, waited.value))
         for order, (part, value) in enumerate(zip(PARTS.values(), values, strict=True)):
             shown = waited.text(3) if order == 2 else f"{value:.3f}"
             words = f"{one.title}: {part} {shown} ms; {setting.words}"

@@ -62,6 +62,26 @@ def test_a_conversation_is_read_once_however_many_examples_it_gives(tmp_path, ch
     assert [ids.tolist() for ids in read] == 2 * [load_tokenizer(folder).apply_chat_template(turns, return_dict=False)]
 
 
+def test_what_a_retraining_holds_out_is_read_last(tmp_path, checkpoint):
+    """With enough rows none of it is read, and with ``spare`` never. Some rows have pieces that training drops."""
+    count, seed = 60, random.randrange(100)
+    masks = [[0, int(number % 9 > 0), 0, 0, 1] for number in range(count)]
+    rows = [{"input_ids": [number + 2] * 5, "loss_mask": mask} for number, mask in enumerate(masks)]
+    data, how = write_jsonl(tmp_path / "a.jsonl", rows), {"seq_len": 3, "vocab_size": VOCAB, "seed": seed}
+
+    def heldout(asked):
+        return {ids[0] for ids, _ in examples_of(open_data([data], None, **how, heldout=asked)[1])}
+
+    def read(**more):
+        return {int(ids[0]) for ids in read_rows(checkpoint, data, seed=seed, **more)}
+
+    for asked in (None, 17):
+        assert len(heldout(asked)) > 2
+        assert heldout(asked).isdisjoint(read(enough=5 * 30))
+        assert heldout(asked).isdisjoint(read(enough=5 * count, spare=asked))
+    assert len(read(enough=5 * count)) == len(read()) == count
+
+
 @pytest.mark.parametrize("kind", ["text", "rows"])
 def test_windows_are_cut_from_the_joined_rows_and_held_out_apart(kind, tmp_path, checkpoint):
     data = write_data(kind, tmp_path)

@@ -134,6 +134,11 @@ def test_retrained_weights_are_known_as_such(place, tmp_path):
     assert "retrained   full: layers 0:4" in invoke("inspect", tmp_path / "dense").stdout
     same = invoke("convert", out, tmp_path / "same", "--dtype", "bfloat16", "--no-verify")
     assert "were retrained" not in same.stderr
+    both = ("--ladder", "all", "--spd", "all", "--sync-tp-size", 4, "--no-verify")
+    assert "were retrained" not in invoke_well("convert", tmp_path / "dense", tmp_path / "again", *both).stderr
+    invoke_well("convert", out, tmp_path / "other", "--ladder", "2:", "--no-verify")
+    rounded = invoke_well("convert", tmp_path / "other", tmp_path / "round", "--dtype", "bfloat16", "--no-verify")
+    assert "were retrained (full) for another layout" in rounded.stderr
 
 
 def test_a_model_better_than_the_dense_one_is_brought_back_to_it(place, tmp_path):

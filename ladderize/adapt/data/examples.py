@@ -24,9 +24,8 @@ from ladderize.rows import Row, check_row, read_ids, read_messages
 
 Span = tuple[int, int]  # [begin, end) in characters
 Scored = tuple[np.ndarray, np.ndarray]  # int64 ids and a bool mask of those that are scored: [tokens] each
-# Columns of an example. conversation: the number of its row where the row has several examples, which share turns; else
-# -1.
-COLUMNS = ("input_ids", "scored", "length", "truncated", "conversation")
+# Columns of an example. row: the number of its row; shares_turns: the row has several examples, which share turns.
+COLUMNS = ("input_ids", "scored", "length", "truncated", "row", "shares_turns")
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,7 @@ class Encoder:
                     end = start + self.seq_len
                     piece = slice(start, end if scored[start + 1 : end].any() else start)
                     truncated = not in_pieces and 0 < len(ids[piece]) < len(ids)
-                    conversation = number if len(parts) > 1 else -1
-                    found.append((ids[piece], scored[piece], len(ids[piece]), truncated, conversation))
+                    found.append((ids[piece], scored[piece], len(ids[piece]), truncated, number, len(parts) > 1))
         return dict(zip(COLUMNS, map(list, zip(*found, strict=True)), strict=True))
 
     def encode(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> list[tuple[bool, list[Scored]]]:

@@ -19,7 +19,7 @@ from ladderize.adapt.data_files import HUB, split_weight
 from ladderize.errors import UserError
 from ladderize.rows import quiet_datasets
 
-ORDER = 5  # the version of how rows are cut and packed; rows that another version left in the cache are not used
+ORDER = 6  # the version of how rows are cut and packed; rows that another version left in the cache are not used
 ROWS_AT_ONCE, EXAMPLES_AT_ONCE, SHUFFLED_AT_ONCE = 128, 1000, 1000  # tokenised; packed; packed rows of a stream
 FIRST_HELD_OUT = 64  # examples of a stream
 
@@ -109,17 +109,31 @@ def _examples(name: str, tokenizer: Any, seq_len: int, vocab_size: int, option: 
 
 
 def _some_apart(examples: Any, name: str, seed: int, heldout: int | None) -> tuple[Any, Any]:
-    """Return the examples of files to train on, and those held out: drawn ones, and all others of their
-    conversations."""
+    """Return the examples of files to train on, and those held out: of the first drawn rows, and all that share turns
+    with them."""
     total = len(examples)
-    count = min(256, max(total // 100, min(8, total // 10), 1)) if heldout is None else heldout
-    drawn = np.zeros(total, dtype=bool)
-    drawn[np.random.default_rng(seed).permutation(total)[:count]] = True
-    conversation = np.asarray(examples["conversation"][:])
-    drawn |= (conversation >= 0) & np.isin(conversation, conversation[drawn])
+    count = max(1, usual_heldout(total)) if heldout is None else heldout
+    drawn, rows = np.zeros(total, dtype=bool), np.asarray(examples["row"][:])
+    within = np.random.default_rng(seed).random(total)  # a long text may have more pieces than are held out
+    drawn[np.lexsort((within, drawn_numbers(int(rows.max()) + 1, seed)[rows]))[:count]] = True
+    drawn |= np.asarray(examples["shares_turns"][:]) & np.isin(rows, rows[drawn])
     if drawn.all():
         raise UserError(f"--data {name}: {count} of {total} examples held out leave none; lower --heldout")
     return examples.select(np.flatnonzero(~drawn)), examples.select(np.flatnonzero(drawn))
+
+
+def usual_heldout(total: int) -> int:
+    """Return how many of ``total`` rows or examples are held out where nothing else is said."""
+    return min(256, max(total // 100, min(8, total // 10)))
+
+
+def drawn_numbers(rows: int, seed: int) -> np.ndarray:
+    """Return a random number for each row: those with the lowest are held out first, and aligned on last.
+
+    It depends on nothing but the row's place and the seed: alignment, which reads whole rows, and a retraining, which
+    drops those with nothing to score, draw alike.
+    """
+    return np.random.default_rng(seed).random(rows)
 
 
 def _first_apart(examples: Any, name: str, seed: int, heldout: int | None) -> tuple[Any, dict[str, list[Any]]]:

@@ -33,6 +33,8 @@ class WindowOptions:
     """The windows of data that layers are rewritten from, the layers, and the place of the computation.
 
     write: best: nothing where the held-out KL did not fall; last: always.
+    spare: rows that are not read, since a retraining with this seed holds them out; None: as many as it does by
+        default.
     Raises UsageError for options that contradict each other.
     """
 
@@ -51,6 +53,7 @@ class WindowOptions:
     device: str = option(DEVICE, default_device)
     write: Write = "best"
     seed: int = option(TRAINING_SEED, 0)
+    spare: int | None = 0
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -95,6 +95,8 @@ def measure_sensitivity(
         drawn = windows, data.file_sha256(file)
     windows, sha256 = drawn
     scored = windows[: options.samples]
+    if len(scored) < 2:
+        raise UserError(f"{options.data} gives one window of {windows.shape[1]} tokens, and intervals need two")
     if len(scored) < options.samples:
         console.note(f"{options.data} gives {len(scored)} windows, fewer than --samples {options.samples}")
     to_align = None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ladderize.adapt.data.examples import Encoder
 from ladderize.adapt.data.sources import open_rows, row_of_ids
-from ladderize.adapt.data.training_data import ROWS_AT_ONCE
+from ladderize.adapt.data.training_data import ROWS_AT_ONCE, drawn_numbers, usual_heldout
 from ladderize.adapt.layers.options import (
     DEFAULT_HELDOUT,
     DEFAULT_SAMPLES,
@@ -57,7 +57,7 @@ def training_windows(checkpoint: Checkpoint, options: WindowOptions) -> Windows:
         count = (options.samples or tokens // seq_len + 1) + (options.heldout or 0)
         enough = 2 * (count + LEAST_WINDOWS_HELDOUT) * seq_len
     drawn = draw_windows(
-        read_rows(checkpoint, options.data, enough=enough, seed=options.seed),
+        read_rows(checkpoint, options.data, enough=enough, seed=options.seed, spare=options.spare),
         spec=options.data,
         positions=positions,
         seq_len=options.seq_len,
@@ -93,20 +93,28 @@ def split_windows(drawn: np.ndarray, samples: int | None, heldout: int | None, t
     return Windows(ids[:samples], ids[samples : samples + heldout])
 
 
-def read_rows(checkpoint: Checkpoint, name: str, *, enough: int | None = None, seed: int = 0) -> list[np.ndarray]:
-    """Return the ids of every row of files, int64 [tokens] each.
+def read_rows(
+    checkpoint: Checkpoint, name: str, *, enough: int | None = None, seed: int = 0, spare: int | None = 0
+) -> list[np.ndarray]:
+    """Return the ids of rows of files, int64 [tokens] each.
 
-    enough: stop after so many tokens, in an order drawn with ``seed``; None: all rows, in their order.
+    enough: stop after so many tokens, in an order drawn with ``seed`` in which rows that a retraining with this seed
+        holds out come last; None: all rows, in their order.
+    spare: rows at the end of that order that are left out; None: as many as a retraining holds out by default.
     Raises UserError for data that cannot be used.
     """
     tokenizer = load_tokenizer(checkpoint.folder) if needs_tokenizer(name) else None
     encoder = Encoder(tokenizer, sys.maxsize, checkpoint.config["vocab_size"], f"--data {name}")
     rows, read = open_rows(name), []
-    order = np.arange(len(rows)) if enough is None else np.random.default_rng(seed).permutation(len(rows))
-    for begin in range(0, len(rows), ROWS_AT_ONCE):
+    spare = usual_heldout(len(rows)) if spare is None else spare
+    order = np.argsort(-drawn_numbers(len(rows), seed))[: max(1, len(rows) - spare)]
+    order = np.sort(order) if enough is None else order
+    for begin in range(0, len(order), ROWS_AT_ONCE):
         numbers = order[begin : begin + ROWS_AT_ONCE].tolist()
         # A conversation may be several examples, of which the last has all turns.
-        read += [parts[-1][0] for _, parts in encoder.encode(rows[numbers], numbers)]
-        if enough is not None and sum(map(len, read)) >= enough:
-            break
+        for _, parts in encoder.encode(rows[numbers], numbers):
+            read.append(parts[-1][0])
+            enough = None if enough is None else enough - len(read[-1])
+            if enough is not None and enough <= 0:
+                return read
     return read

@@ -131,6 +131,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
             dtype=options.dtype,
             device=options.device,
             write=options.write,
+            spare=0 if options.eval_data else options.heldout,
         )
         how: dict[str, Any] = {"overwrite": job.overwrite, "verify": job.verify}
         adapt_layers(model, beside, options.distill_from, asked, console=console, **how)

@@ -12,7 +12,7 @@ ATTENTION_MODES = ("blocking", "overlapped", "delayed", "dropped")
 MLP_MODES = ("blocking", "overlapped", "delayed")
 
 
-@dataclass
+@dataclass(repr=False)  # transformers' shows all of a config
 class LadderizedConfig:
     """A layout, before a family's own configuration among the bases of a class.
 
