@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     Values = tuple[Floats, Floats]  # a metric of both models' samples, in the order of doc_id
 
 MAIN_METRICS = ("acc_norm", "acc", "exact_match", "em", "f1")  # the first of these that a task has stands for it
+ENOUGH_WINDOWS = 8  # of a text: over fewer an interval by resampling is too narrow
 CLOSE = 1e-6  # relative: how closely the samples' mean must match the results
 MAX_TOKENS, MAX_NATS = 2**40, 700.0  # of a window; per token: exp(700) is the largest perplexity
 
@@ -87,6 +88,9 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, margin: float
             left_out.append("perplexity: the windows differ (the file, --seq-len, --windows, or the tokenizer)")
     if not tasks and perplexity is None:
         raise UserError(f"nothing was measured alike of both {reference.where} and {other.where}; {ADVICE}")
+    remarks = evaluation_remarks(both)
+    if perplexity is not None and 1 < perplexity.windows < ENOUGH_WINDOWS:
+        remarks.append(f"95 % intervals over only {perplexity.windows} windows of text are too narrow; score more")
     predictions = other.model.predictions if perplexity is not None else None
     return ComparisonDocument(
         reference=reference.model.model,
@@ -97,7 +101,7 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, margin: float
         perplexity=perplexity,
         predictions=predictions if predictions and predictions.reference == reference.model.model else None,
         left_out=left_out,
-        remarks=evaluation_remarks(both),
+        remarks=remarks,
     )
 
 

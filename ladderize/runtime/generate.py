@@ -59,7 +59,7 @@ class GenerateTask:
 class GeneratedText(Record):
     """A prompt and its continuation.
 
-    finish_reason: eos or length.
+    finish_reason: stop, at an EOS, or length.
     """
 
     prompt: str
@@ -113,7 +113,7 @@ def generate(
             text=answer_text(tokenizer, before, new),
             prompt_tokens=len(before),
             new_ids=new,
-            finish_reason="eos" if new and new[-1] in task.eos else "length",
+            finish_reason="stop" if new and new[-1] in task.eos else "length",
         )
         for prompt, new, before in zip(prompts, made, ids, strict=True)
     ]

@@ -96,7 +96,7 @@ def generate_file(
         raise UsageError("--from-bos begins with BOS alone, so it takes no --chat, and a --temperature above 0")
     out = Path(out)
     if out.suffix != ".jsonl":
-        raise UsageError(f"--out {out} must end in .jsonl, which tells --data and --perplexity how to read it")
+        raise UsageError(f"--out {out} must end in .jsonl, which tells --data how to read it")
     out = resolved(out, "--out ")
     if is_main_rank():
         check_writable(out)
