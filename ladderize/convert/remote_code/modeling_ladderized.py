@@ -57,10 +57,13 @@ class HeadsOnlyAttention:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         return query, key, value
 
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, cache=None, **kwargs
+    ):
         query, key, value = self.query_key_value(hidden_states, position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        cache = past_key_values if cache is None else cache  # its name before and since transformers 5.24
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         kwargs = {"sliding_window": self.sliding_window, **kwargs} if hasattr(self, "sliding_window") else kwargs
         dropout = self.attention_dropout if self.training else 0.0
