@@ -133,7 +133,7 @@ def calibrate(options: CalibrateOptions, *, out: Path | None = None, console: Co
         for ranks in options.tp_sizes
     ]
     device = fit_device(options.device, dtype, groups, known)
-    device.check("what was measured fits no device" if known is None else f"--hardware {options.hardware} is not this")
+    device.check("the fitted figures" if known is None else f"this machine is no {options.hardware} (--hardware)")
     document = CalibrationDocument(device, fit_link(groups), groups[0].environment, options)
     if out is not None and is_main_rank():
         write_json(out, document.to_dict())
