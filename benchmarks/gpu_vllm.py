@@ -4,9 +4,9 @@
 
 vLLM serves rank 0's part: its heads, KV heads and intermediate rows, at full hidden size, at tensor-parallel size 1.
 LADDERIZE_VLLM_BACKEND=emulated puts a kernel that idles for as long as an all-reduce takes on the communication stream.
-Rows: vLLM's own class, which has no delays (what no layout can beat); the plugin's dense, which waits for every delay;
-ladder, spd and both. Ratios are over the plugin's dense of the same round. A trace has to show ladder's delays under
-compute. Where there are several GPUs, the whole model is timed on them as well, with vLLM's own all-reduces.
+Rows: dense, which waits for every delay, in the plugin's class; ladder, spd and both. A trace has to show ladder's
+delays under compute. Where there are several GPUs, the whole model is timed on them as well, with vLLM's own
+all-reduces, beside vLLM's own class.
 
 Without vLLM or a GPU it says so in one line.
 """
@@ -15,7 +15,6 @@ import argparse
 import importlib.util
 import json
 import os
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -24,12 +23,10 @@ from typing import Any
 import torch
 
 from ladderize.console import Console
-from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import PLUGIN, BenchOptions, ModelChoice
 from ladderize.runtime.shards import read_shape
 from ladderize.vllm.bench import bench_vllm
 from ladderize.vllm.environment import BACKEND_VARIABLE
-from ladderize.vllm.served import PLUGIN_ROW
 
 LAYOUTS = "dense,ladder,spd,spd+ladder"
 
@@ -49,19 +46,6 @@ def rank_shape(name: str, ranks: int) -> dict[str, Any]:
     }
 
 
-def over_plugin(document: BenchDocument) -> list[dict[str, Any]]:
-    """Each row's time over the plugin's dense, the median of the rounds' ratios."""
-    found = []
-    for row in document.rows:
-        base = next(r for r in document.rows if (r.model, r.batch_size) == (PLUGIN_ROW, row.batch_size))
-        ratios = {
-            phase: statistics.median(a / b for a, b in zip(row.samples_ms[phase], base.samples_ms[phase], strict=True))
-            for phase in row.samples_ms
-        }
-        found.append({"model": row.model, "batch_size": row.batch_size, "ratio_to_plugin_dense": ratios})
-    return found
-
-
 def emulated(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     shape = folder / "config.json"
     shape.write_text(json.dumps(rank_shape(args.model, args.ranks)))
@@ -75,10 +59,6 @@ def emulated(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         )
     finally:
         del os.environ[BACKEND_VARIABLE]
-    rows = over_plugin(document)
-    for row in rows:
-        told = ", ".join(f"{phase} {ratio:.3f}x" for phase, ratio in row["ratio_to_plugin_dense"].items())
-        print(f"{row['model']:16} batch {row['batch_size']:3}: {told} of the plugin's dense")
     shares = {
         f"{row.model}, batch {row.batch_size}, {phase}": overlap.share
         for row in document.rows
@@ -88,13 +68,13 @@ def emulated(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     print("delays under compute in the traces: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
     if not hidden or min(hidden) <= 0.01:
         sys.exit("NO OVERLAP of ladder's delays in the trace: its row is not valid")
-    return {"rows": rows, "under_compute": shares, "document": document.to_dict()}
+    return {"under_compute": shares, "document": document.to_dict()}
 
 
 def options(args: argparse.Namespace, **more: Any) -> BenchOptions:
     batches = tuple(int(size) for size in args.batch_size.split(","))
     given = {"batch_sizes": batches, "prompt_len": args.prompt_len, "output_len": 33, "repeat": args.repeat}
-    return BenchOptions(**given, baselines=(PLUGIN,), **more)
+    return BenchOptions(**given, **more)
 
 
 def main() -> None:
@@ -125,7 +105,8 @@ def main() -> None:
     ranks = max((n for n in (2, 4, 8) if n <= gpus), default=0)
     if ranks:
         choice = ModelChoice(random_weights=args.model, layout=LAYOUTS, num_layers=args.num_layers)
-        record["real"] = bench_vllm(choice, options(args, tp_size=ranks), console=Console()).to_dict()
+        given = options(args, tp_size=ranks, baselines=(PLUGIN,))
+        record["real"] = bench_vllm(choice, given, console=Console()).to_dict()
     if args.out:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -22,7 +22,9 @@ from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import Emulated
+from ladderize.runtime.collectives.stream import Unadded
 from ladderize.runtime.decode import Generator
+from ladderize.runtime.operations import Operations
 from ladderize.vllm.served import served_models
 from tests.groups import ALONE, report_and_die, report_once
 from tests.helpers import (
@@ -312,6 +314,23 @@ def test_what_a_rank_reports_is_heard_before_it_dies():
     assert heard[2:] == ["alone"]
 
 
+def test_the_parallel_baseline_leaves_sums_to_the_norm_as_its_rivals_do():
+    """A GPU's norm adds the sum before it in one kernel. A baseline without that would be slower than need be."""
+    model = spec.checkpoint_spec(str(MODEL), tp_size=1, dtype="float32")
+    weights = spec.WeightCache(ALONE.device, pack=True)
+    how = {"model_class": inference.ParallelLlama}
+    generator = spec.open_generator(model, Collectives(), weights, ALONE, 2, 8, **how)
+    ids, waits = torch.randint(1, 100, (2, 8)), []
+    with torch.inference_mode():
+        expected = generator.read(ids)
+        generator.model.operations = Operations()
+        generator.model.operations.adds_in_norm = True
+        arrived = generator.model.arrived
+        generator.model.arrived = lambda sent: waits.append(arrived(sent)) or waits[-1]
+        torch.testing.assert_close(generator.read(ids), expected, atol=2e-4, rtol=2e-4)
+    assert all(isinstance(x, Unadded) for _, x in waits[1:])  # the first is the embedding's
+
+
 # ---- --engine vllm, as far as it goes without vLLM ----
 
 
@@ -324,6 +343,9 @@ def test_a_checkpoint_is_linked_to_for_vllm_and_not_copied(llama, tmp_path):
         assert weights.is_symlink()
         assert weights.resolve() == (llama / "model.safetensors").resolve()
         assert not (row.folder / "config.json").is_symlink()
+    (tmp_path / "emulated").mkdir()  # no class of vLLM's own has delays in place of sums
+    (row,) = served_models([model], BenchOptions(), tmp_path / "emulated", emulated=True)
+    assert row.architecture == "LadderizedLlamaForCausalLM"
     assert json.loads((llama / "config.json").read_text())["model_type"] == "llama"
 
 
@@ -367,6 +389,11 @@ def test_memory_is_checked_before_it_is_taken(tmp_path, monkeypatch):
     own, cache = held_bytes(generator.model.weights), held_bytes(generator.cache)
     assert own <= needed - cache <= 1.3 * own  # packed, the tied LM head is a copy
     monkeypatch.setattr(memory, "available_bytes", lambda device: needed)
-    bench_plan.check_bench_memory(needed, ALONE)
+    bench_plan.check_bench_memory(both, options, ALONE)
     with pytest.raises(UserError, match="in each of 2 processes needs .* are free; choose fewer or smaller models"):
-        bench_plan.check_bench_memory(needed, dataclasses.replace(ALONE, local_size=2))
+        bench_plan.check_bench_memory(both, options, dataclasses.replace(ALONE, local_size=2))
+    emulated = dataclasses.replace(options, emulate_tp=2, batch_sizes=(1,))
+    # half a model is timed, and a whole one checked
+    monkeypatch.setattr(memory, "available_bytes", lambda device: own - 1)
+    with pytest.raises(UserError, match=r"the check of whole models needs .*, or none \(--no-check\)"):
+        bench_plan.check_bench_memory(both, emulated, ALONE)

@@ -198,7 +198,7 @@ def _answer_on_rank(group: Ranks, task: GenerateTask, done: int, console: Consol
         return
     spec, options, rows = task.spec, task.options, task.batch_size
     largest = max(spec.config["hidden_size"] * task.longest, spec.config["vocab_size"])
-    collectives, backend = choose(options.backend, group, max_bytes=4 * largest * rows)
+    collectives, backend = choose(options.backend, group, max_bytes=spec.torch_dtype.itemsize * largest * rows)
     with console.progress("loading", spec.config["num_hidden_layers"]) as advance:
         weights, columns = WeightCache(group.device, pack=True), task.longest + options.max_new_tokens
         generator = open_generator(spec, collectives, weights, group, rows, columns, advance=advance)

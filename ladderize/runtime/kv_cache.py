@@ -5,6 +5,7 @@ times as long there (torch converts them again for each step), and the cache is 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,23 +37,27 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         kv_heads: int | None = None,
-        again: "KVCache | None" = None,
+        again: "Sequence[KVCache]" = (),
+        processes: int = 1,
     ) -> "KVCache":
         """Return an empty cache. Raises UserError where there is not enough memory.
 
         dtype: of the model's weights.
         kv_heads: of ``shards.cached_heads``; None: the rank's own.
-        again: is returned instead if it has the same size.
+        again: one of the same size is returned instead.
+        processes: of this machine that allocate as much.
         """
         dtype = torch.float32 if device.type == "cpu" else dtype
         size = shape.layers, batch, kv_heads or shape.own_kv_heads, columns, shape.head_dim
-        if again is not None and again.keys.shape == size and again.keys.dtype == dtype:
-            return again
+        for kept in again:
+            if kept.keys.shape == size and kept.keys.dtype == dtype:
+                return kept
         check_room(
             2 * math.prod(size) * dtype.itemsize,
             device,
             f"a KV cache for {batch:,} texts of {columns:,} tokens",
             "generate fewer texts at a time, or shorter ones",
+            processes=processes,
         )
         # zeros, not empty: a masked column of garbage could hold NaN, and 0 * NaN is NaN
         return cls(torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))

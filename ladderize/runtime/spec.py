@@ -1,6 +1,6 @@
 """The model to run: a checkpoint or a bare shape, checked as a whole before any process starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,17 +171,18 @@ def open_generator(
     columns: int,
     *,
     model_class: type[TPLlama] = TPLlama,
-    cache: KVCache | None = None,
+    caches: Sequence[KVCache] = (),
     advance: Callable[[int], None] = lambda count: None,
 ) -> Generator:
     """Return one rank of a checked model with a KV cache for ``batch`` rows of ``columns`` tokens.
 
-    cache: is used again if it fits.
+    caches: one that fits is used again.
     """
     avoid_cudnn_attention()
     shape, own = weights.get(spec, collectives.ranks, group.rank, advance)
     operations = choose_operations(group, spec.torch_dtype)
     model = model_class(shape, spec.layout, own, collectives, operations)
     kv_heads = cached_heads(shape, spec.layout)
-    cache = KVCache.allocate(shape, batch, columns, spec.torch_dtype, group.device, kv_heads, cache)
+    size = shape, batch, columns, spec.torch_dtype, group.device, kv_heads
+    cache = KVCache.allocate(*size, again=caches, processes=group.local_size)
     return Generator(model, rope_table(spec.config, columns, group.device), cache, graphs=group.device.type == "cuda")

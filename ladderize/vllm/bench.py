@@ -30,8 +30,8 @@ def bench_vllm(
 ) -> BenchDocument:
     """Time the chosen models in vLLM against each other, and return the result; a console that speaks shows it.
 
-    A dense model runs in vLLM's own class, others in ladderize's. Raises UsageError or UserError for what cannot be
-    measured.
+    A dense model runs in vLLM's own class, unless messages are emulated; others in ladderize's. Raises UsageError or
+    UserError for what cannot be measured.
 
     out: a JSON file, written after each batch size.
     """
@@ -40,7 +40,7 @@ def bench_vllm(
     if is_newer():
         console.warn(f"{not_known()}: it was not tried")
     try:
-        MessageBackend.from_environment(os.environ)
+        emulated = MessageBackend.from_environment(os.environ).link is not None
     except ValueError as error:
         raise UserError(str(error)) from None
     options = replace(options, device=default_device())
@@ -54,7 +54,7 @@ def bench_vllm(
     if options.profile is not None:
         options.profile.mkdir(parents=True, exist_ok=True)
     with temporary_folder("vllm") as work:
-        plan = VllmPlan(served_models(specs, options, work), options, os.getpid())
+        plan = VllmPlan(served_models(specs, options, work, emulated=emulated), options, os.getpid())
         try:
             return run_and_show(measure_vllm, plan, options.device, out, console)
         finally:  # also where a launcher started the ranks: vLLM's, whose names bench_engine.py gives

@@ -136,6 +136,9 @@ class TimedEngine(Timed):
         vocab = int(served.spec.config["vocab_size"])
         self.prompts = random_prompts(vocab, batch, options.prompt_len, options.seed)
 
+    def end_part(self) -> None:
+        """Do nothing: tokens that vLLM has handed out are computed, and on a GPU it computes the next ones by then."""
+
     def run(self, passes: int | None = None, *, eager: bool = False) -> Iterator[int]:
         """Run as ``Timed`` says.
 

@@ -41,7 +41,7 @@ def answer_in_vllm(task: GenerateTask, done: int, report: Report, console: Conso
             SamplingParams(
                 temperature=chosen.temperature,
                 top_k=chosen.top_k,
-                top_p=chosen.top_p,
+                top_p=max(chosen.top_p, 1e-6),  # vLLM refuses 0, the likeliest token alone
                 seed=chosen.seed + number if chosen.temperature > 0 else None,
                 max_tokens=options.max_new_tokens,
                 stop_token_ids=list(task.eos),

@@ -46,13 +46,17 @@ class VllmPlan:
     starter: int
 
 
-def served_models(specs: list[ModelSpec], options: BenchOptions, work: Path) -> list[Served]:
+def served_models(specs: list[ModelSpec], options: BenchOptions, work: Path, *, emulated: bool = False) -> list[Served]:
     """Make a folder for each row under ``work``, and return the rows. Checkpoints' files are linked; only configs are
     written.
 
+    emulated: a delay stands for each all-reduce. vLLM's own class has none, so dense models run in the plugin's, too.
     Raises UserError for the baseline of a model that is not dense.
     """
-    rows = [_served(spec, work / str(number), plugin=not spec.layout.is_dense) for number, spec in enumerate(specs)]
+    rows = [
+        _served(spec, work / str(number), plugin=emulated or not spec.layout.is_dense)
+        for number, spec in enumerate(specs)
+    ]
     if PLUGIN in options.baselines:
         check_dense(PLUGIN, specs[0])
         rows.insert(1, replace(_served(specs[0], work / PLUGIN, plugin=True), is_baseline=True))

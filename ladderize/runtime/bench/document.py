@@ -63,6 +63,9 @@ class Environment(Record):
     vllm: str | None = None
 
 
+SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")  # in names of variables, such as VLLM_API_KEY: files are published
+
+
 def environment(group: "Ranks", *, settings: tuple[str, ...] = (), **more: Any) -> Environment:
     """Describe the machine; all ranks call it.
 
@@ -91,7 +94,11 @@ def environment(group: "Ranks", *, settings: tuple[str, ...] = (), **more: Any) 
         transformers=transformers.__version__,
         system=f"{platform.system()} {platform.release()}",
         hosts=len(set(group.gather(platform.node()))),
-        settings={key: value for key, value in sorted(os.environ.items()) if key.startswith(noted)},
+        settings={
+            key: value
+            for key, value in sorted(os.environ.items())
+            if key.startswith(noted) and not any(word in key for word in SECRETS)
+        },
         **more,
     )
 

@@ -26,7 +26,7 @@ from ladderize.runtime.bench.document import (
     variant_name,
 )
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
-from ladderize.runtime.bench.plan import BenchPlan, check_bench_memory, needed_bytes, plan_bench
+from ladderize.runtime.bench.plan import BenchPlan, check_bench_memory, plan_bench
 from ladderize.runtime.bench.reference_check import check_models, checked_specs
 from ladderize.runtime.bench.report import run_and_show
 from ladderize.runtime.bench.rounds import (
@@ -78,7 +78,7 @@ def measure_models(group: Ranks, plan: BenchPlan, console: Console) -> BenchDocu
     Raises UserError if none passes, or if they do not fit into memory.
     """
     options, operations = plan.options, None
-    check_bench_memory(needed_bytes(plan.specs, options, group.device), group)
+    check_bench_memory(plan.specs, options, group)
     if not options.train:
         operations = choose_operations(group, plan.specs[0].torch_dtype)
         if operations.note:
@@ -127,24 +127,25 @@ class InferenceRun(BenchRun):
     def open_variants(self, batch: int) -> list[Variant]:
         """Open the models, then the baseline of the first.
 
-        Models of one shape share a cache, since only one runs at a time. Raises UserError if one sends other messages
-        than its layout asks for.
+        Models with caches of one size share one, since only one runs at a time. Raises UserError if one sends other
+        messages than its layout asks for.
         """
         options = self.options
         timed = [(spec, schedule, TPLlama) for spec in self.specs for schedule in options.timed_schedules]
         if "parallel" in self.baselines:
             timed.append((self.specs[0], SEQUENTIAL, ParallelLlama))
         variants: list[Variant] = []
-        cache: KVCache | None = None
+        caches: list[KVCache] = []
         with self.console.stage("loading weights"):
             for spec, schedule, model_class in timed:
                 generators = []
                 for collectives in (self.collectives, self.silence):
-                    how: dict[str, Any] = {"model_class": model_class, "cache": cache}
+                    how: dict[str, Any] = {"model_class": model_class, "caches": caches}
                     generator = open_generator(
                         spec, collectives, self.weights, self.group, batch, options.columns, **how
                     )
-                    generator.schedule, cache = schedule, generator.cache
+                    generator.schedule = schedule
+                    caches.append(generator.cache)
                     generators.append(TimedGenerator(generator, options, batch))
                 loud, silent = generators
                 if model_class is ParallelLlama:
@@ -171,16 +172,16 @@ class ParallelLlama(TPLlama):
     def walk(self, ids: Tensor, step: Step, cache: KVCache) -> Walk[None, None, Tensor]:
         pending = self.embed(ids)
         yield
-        residual, x = pending.wait()
+        residual, x = self.arrived(pending)
         for index in range(self.shape.layers):
             attention, mlp = self.weights.attention(index), self.weights.mlp(index)
             (partial,) = self.partials(2 * index, attention, x, None, step, cache)
             (partial_mlp,) = self.partials(2 * index + 1, mlp, x, None, step, cache)
             for bias in (self.scaled(attention.bias), self.scaled(mlp.bias)):
-                residual = residual if bias is None else residual + bias
+                residual, _ = self.add_bias(residual, residual, bias)
             pending = PendingSum(self.collectives, residual, None, partial + partial_mlp)
             yield
-            residual, x = pending.wait()
+            residual, x = self.arrived(pending)
         return self.end(x)
 
 

@@ -77,14 +77,15 @@ def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = No
         options.profile.mkdir(parents=True, exist_ok=True)
     rows = max(options.batch_sizes)
     hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
+    width = max(spec.torch_dtype.itemsize for spec in specs)
     # the stream of all rows; the logits, or in training what the losses exchange for each token
-    numbers = max(hidden, STATISTICS_BYTES // 4) if options.train else hidden
-    longest = max(numbers * rows * options.prompt_len, 0 if options.train else vocab * rows)
+    of_token = max(width * hidden, STATISTICS_BYTES if options.train else 0)
+    longest = max(of_token * rows * options.prompt_len, 0 if options.train else width * vocab * rows)
     if interconnect is not None:
-        interconnect.at(options.ranks).seconds(4 * longest)  # raises where the link's time is not known
+        interconnect.at(options.ranks).seconds(longest)  # raises where the link's time is not known
     if checked := checked_specs(specs, options):
-        longest = max(longest, longest_checked(checked, options.prompt_len))
-    return BenchPlan(specs, options, interconnect, 4 * longest)
+        longest = max(longest, width * longest_checked(checked, options.prompt_len))
+    return BenchPlan(specs, options, interconnect, longest)
 
 
 def chosen_link(link: str, options: BenchOptions, specs: Sequence[ModelSpec]) -> Interconnect:
@@ -140,30 +141,44 @@ def check_dense(baseline: str, spec: ModelSpec) -> None:
         raise UserError(f"--baselines {baseline} needs a dense model as the first one, and {spec.name} is not dense")
 
 
-def check_bench_memory(needed: int, group: Ranks) -> None:
-    """Raise UserError if the ranks of this machine cannot hold ``needed`` bytes each. All ranks call it.
+def check_bench_memory(specs: list[ModelSpec], options: BenchOptions, group: Ranks) -> None:
+    """Raise UserError if the ranks of this machine cannot hold what is checked, and then what is timed. All ranks call
+    it.
 
     Otherwise the system would start to kill processes.
     """
+    device, processes = group.device, group.local_size
     advice = "choose fewer or smaller models, fewer layers, a smaller --batch-size, or more ranks"
-    check_room(needed, group.device, "what is timed", advice, processes=group.local_size)
+    check_room(needed_bytes(specs, options, device), device, "what is timed", advice, processes=processes)
+    advice = "check fewer models at once, or none (--no-check)"
+    check_room(whole_bytes(specs, options, device), device, "the check of whole models", advice)
 
 
 def needed_bytes(specs: Sequence[ModelSpec], options: BenchOptions, device: torch.device) -> int:
-    """Return the bytes of one rank's weights, and of the largest batch's KV cache or one model's gradients.
+    """Return the bytes of one rank's weights, and of the largest batch's KV caches or one model's gradients.
 
-    Weights that layouts share count once. One model has a cache, or gradients, at a time.
+    Weights, and caches of one size, that layouts share count once. One model has gradients at a time.
     """
-    weights, more = {}, []
+    weights, caches, on_cpu = {}, set(), device.type == "cpu"
     for spec in specs:
         shape = Shape.from_config(spec.config, tp_size=options.ranks, rank=0, replicate_vocab=options.replicate_vocab)
-        width, on_cpu = 4 if options.train else spec.torch_dtype.itemsize, device.type == "cpu"
+        width = 4 if options.train else spec.torch_dtype.itemsize
         own = weight_bytes(shape, width, packed=on_cpu and not options.train)
         weights[weights_key(spec, shape, train=options.train)] = own
         numbers = 4 if on_cpu else width  # see KVCache
-        cached = cache_bytes(shape, spec.layout, max(options.batch_sizes), options.columns, numbers)
-        more.append(own if options.train else cached)
-    return sum(weights.values()) + max(more)
+        caches.add(cache_bytes(shape, spec.layout, max(options.batch_sizes), options.columns, numbers))
+    return sum(weights.values()) + (max(weights.values()) if options.train else sum(caches))
+
+
+def whole_bytes(specs: list[ModelSpec], options: BenchOptions, device: torch.device) -> int:
+    """Return the bytes of the models that an emulated rank is checked with: it has no other ranks, and checks them
+    whole."""
+    weights = {}
+    for spec in checked_specs(specs, options) if options.emulate_tp is not None else ():
+        shape = Shape.from_config(spec.config, tp_size=1, rank=0)
+        own = weight_bytes(shape, spec.torch_dtype.itemsize, packed=device.type == "cpu")
+        weights[spec.weights_key(shape)] = own
+    return sum(weights.values())
 
 
 def weights_key(spec: ModelSpec, shape: Shape, *, train: bool) -> tuple[object, ...]:

@@ -86,13 +86,17 @@ class Timed(ABC):
     def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
         """Do what must not be timed."""
 
+    def end_part(self) -> None:
+        """Wait until the work of a part is done."""
+        synchronize(self.device)
+
     def sample(self) -> list[float]:
         """Run once and return the seconds of one pass of each part. All ranks call it, right after a barrier."""
         self.prepare()
         synchronize(self.device)
         seconds, begin = [], time.perf_counter()
         for passes in self.run():
-            synchronize(self.device)
+            self.end_part()
             seconds.append((time.perf_counter() - begin) / passes)
             begin = time.perf_counter()
         return seconds

@@ -71,6 +71,7 @@ class BenchRun(ABC):
         """
         options, group = self.options, self.group
         for batch in options.batch_sizes:
+            variants: list[Variant] = []  # the caches of the batch before are let go first
             variants = self.open_variants(batch)
             if not variants:
                 continue
