@@ -5,7 +5,7 @@ converted checkpoint carries, so nothing here defines a second time what a layou
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -180,42 +180,43 @@ class Blocks:
         targets = ids[:, 1:].to(self.device).flatten()
         losses = [
             cross_entropy(logits, target, reduction="none")
-            for (logits,), target in self._logits([complete[:, :-1]], targets)
+            for logits, target in self._logits(complete[:, :-1], targets)
         ]
         return torch.cat(losses).view(len(ids), -1).double().sum(1)
 
     def logits(self, complete: Tensor) -> Tensor:
         """Return the logits, float32 [batch, tokens, vocab], from the stream that leaves the last layer [batch, tokens,
         hidden]."""
-        parts = [logits for (logits,), _ in self._logits([complete], torch.empty(complete.shape[:2].numel()))]
+        parts = [logits for logits, _ in self._logits(complete, torch.empty(complete.shape[:2].numel()))]
         return torch.cat(parts).unflatten(0, complete.shape[:2])
 
-    def divergence(self, reference: Tensor, complete: Tensor) -> Tensor:
-        """Return the summed KL(reference || model) of each window's predictions in nats, float64 [batch].
+    def divergence(self, dense: "Blocks", reference: Tensor, complete: Tensor) -> Tensor:
+        """Return the summed KL(dense || model) of each window's predictions in nats, float64 [batch].
 
-        The prediction of the last token is left out.
+        The prediction of the last token is left out. Each model has its own final norm and LM head: a retraining may
+        have changed them.
 
-        reference, complete: the streams that leave the last layer, [batch, tokens, hidden] each.
+        reference, complete: the streams that leave the last layer of either, [batch, tokens, hidden] each.
         """
-        streams = [reference[:, :-1], complete[:, :-1]]
+        tokens = torch.empty(complete[:, 1:].shape[:2].numel())
+        pieces = zip(dense._logits(reference[:, :-1], tokens), self._logits(complete[:, :-1], tokens), strict=True)
         sums = [
-            kl_div(model.log_softmax(-1), dense.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-            for (dense, model), _ in self._logits(streams, torch.empty(streams[0].shape[:2].numel()))
+            kl_div(model.log_softmax(-1), target.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+            for (target, _), (model, _) in pieces
         ]
         return torch.cat(sums).view(len(complete), -1).double().sum(1)
 
-    def _logits(self, streams: Sequence[Tensor], beside: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
-        """Yield the float32 logits [some tokens, vocab] of each stream [batch, tokens, hidden], and their part of
+    def _logits(self, stream: Tensor, beside: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the float32 logits [some tokens, vocab] of a stream [batch, tokens, hidden], and their part of
         ``beside`` [batch * tokens]; at most ``LOGITS_AT_ONCE`` numbers at a time."""
         eps = complete_config(self.config)["rms_norm_eps"]
-        norm = dense_class(self.family, "RMSNorm")(streams[0].shape[-1], eps=eps)
+        norm = dense_class(self.family, "RMSNorm")(stream.shape[-1], eps=eps)
         norm.weight = torch.nn.Parameter(self._end("model.norm.weight"), requires_grad=False)
         head = self._end("model.embed_tokens.weight" if is_tied(self.config) else "lm_head.weight")
-        rows = [norm(stream).flatten(0, 1).to(head.dtype) for stream in streams]
-        scale = self.decoder.logits_scale
-        at_once = max(1, LOGITS_AT_ONCE // (len(rows) * head.shape[0]))
-        for number, part in enumerate(beside.split(at_once)):
-            yield [linear(own.split(at_once)[number], head).float().mul_(scale) for own in rows], part
+        rows = norm(stream).flatten(0, 1).to(head.dtype)
+        at_once = max(1, LOGITS_AT_ONCE // head.shape[0])
+        for own, part in zip(rows.split(at_once), beside.split(at_once), strict=True):
+            yield linear(own, head).float().mul_(self.decoder.logits_scale), part
 
     def _end(self, name: str) -> Tensor:
         """Return the embedding, the final norm or the LM head, read once and kept."""

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from ladderize.adapt.layers import ridge as ridge_module
 from ladderize.adapt.layers.align import RIDGES, LayerReport, align
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
+from ladderize.adapt.layers.measures import Contender, heldout_measures
 from ladderize.adapt.layers.options import AlignOptions, layers_to_rewrite
 from ladderize.adapt.layers.ridge import RankRows, affine, refit
 from ladderize.adapt.layers.windows import Windows
@@ -244,6 +245,17 @@ def test_what_the_data_do_not_say_is_kept(tmp_path):
     for low, high, share in ((3, half, 0.9), (half, SHAPE["vocab_size"], 1.0)):
         ids = torch.randint(low, high, (40, 12))
         assert divergence(dense, aligned, ids) < share * divergence(dense, converted, ids)
+
+
+def test_the_divergence_is_of_the_models_own_norms_and_heads(tmp_path):
+    """A retraining of all may have changed those of the converted model."""
+    models, ids = pair(tmp_path, "ladder last half"), random_ids(6, 12)
+    change_weights(models[1], lambda name, x: 1.5 * x if name == "model.norm.weight" else x)
+    opened = {str(folder): blocks_of(folder) for folder in models}
+    contenders = {name: Contender(blocks, blocks.layout, blocks.weights) for name, blocks in opened.items()}
+    _, found = heldout_measures(contenders, ids, ALONE)
+    dense, model = (loaded(folder, opened[str(folder)].layout, all_tensors(folder)) for folder in models)
+    assert found[str(models[1])] == pytest.approx(divergence(dense, model, ids[:, :-1]), rel=1e-4)
 
 
 # ---- dtypes ----

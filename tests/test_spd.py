@@ -102,7 +102,7 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
         with mock.patch.object(home, step, side_effect=KeyboardInterrupt):
             assert run(tmp_path / "out", text, *quarter).code == 130
         assert listing(tmp_path) == ["out.ladderize-work", "whole"]
-    for options, other in ((["--seq-len", 32], "data"), (["--spd-fraction", 0.1], "spd_fraction")):
+    for options, other in ((["--seq-len", 32], "data"), (["--spd-fraction", 0.1], "spd_fraction (0.25, now 0.1)")):
         refused = one_sentence(run(tmp_path / "out", text, *quarter, *options))
         assert f"with another {other}; give the old value again" in refused
     monkeypatch.setattr(spd, "measure_sensitivity", lambda *a, **k: pytest.fail("the blocks were measured already"))

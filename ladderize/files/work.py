@@ -57,9 +57,10 @@ class WorkFolder:
             raise UserError(f"{folder} holds unfinished work of ladderize {command}; delete it, or choose another OUT")
         different = [key for key, value in sorted(identity.items()) if earlier.get(key) != value]
         if earlier and different and self.has_work():
+            words = " and ".join(_changed(key, earlier.get(key), identity[key]) for key in different)
             raise UserError(
-                f"{folder} holds unfinished work of a run with another {' and '.join(different)}; give the old value"
-                " again, delete it to start again, or choose another OUT"
+                f"{folder} holds unfinished work of a run with another {words}; give the old value again, delete it to"
+                " start again, or choose another OUT"
             )
         if different:
             write_json(folder / ABOUT, identity)
@@ -98,6 +99,11 @@ class WorkFolder:
             with contextlib.suppress(UserError), cls(folder, identity) as work:
                 work.remove()
         console.note(f"{out} is complete: this command wrote it in an earlier run")
+
+
+def _changed(key: str, old: object, new: object) -> str:
+    """Return the key, with both values where they are numbers, which may be defaults that nobody gave."""
+    return f"{key} ({old}, now {new})" if isinstance(old, int | float) and isinstance(new, int | float) else key
 
 
 def _is_work(folder: Path) -> bool:

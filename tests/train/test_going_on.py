@@ -16,7 +16,15 @@ from ladderize.adapt.train.states import Scores, TrainingFolder, read_metrics
 from ladderize.adapt.train.training_model import HFTraining
 from tests import warm
 from tests.helpers import all_tensors, invoke_well, listing, one_sentence
-from tests.train.commands import adapt, arguments, losses_of, same_weights, stopped_before_the_end, succeed
+from tests.train.commands import (
+    adapt,
+    arguments,
+    check_same_run,
+    losses_of,
+    same_weights,
+    stopped_before_the_end,
+    succeed,
+)
 
 # The command, which waits for its end before step 21.
 WAITS = """
@@ -79,7 +87,7 @@ def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     other = adapt(place, tmp_path / "out", "--weight-decay", "0.5")
-    assert "another weight_decay; give the old value again, delete it to start again" in one_sentence(other)
+    assert "another weight_decay (0.0, now 0.5); give the old value again, delete it" in one_sentence(other)
     np.save(tmp_path / "other.npy", np.load(place / "eval.npy")[:1])
     other = adapt(place, tmp_path / "out", "--eval-data", tmp_path / "other.npy")
     assert "another eval_data; give the old value again" in one_sentence(other)
@@ -135,6 +143,26 @@ def test_the_rate_and_the_budget_may_change_on_the_way(place, tmp_path):
     rates = read_metrics(tmp_path / "out" / "metrics.jsonl", "lr")
     assert len(rates) == 9
     assert max(rates[6:]) <= 1e-4 < rates[2]
+
+
+def test_a_smaller_micro_batch_goes_on_after_an_odd_step(place, tmp_path):
+    """As the message of a full GPU advises. A state counts micro-batches, and a step must still end with its last."""
+    more = ["--lr-schedule", "constant"]
+    succeed(place, tmp_path / "whole", *more, steps=5)
+    stopped_before_the_end(place, tmp_path / "out", *more, "--micro-batch-size", 4, steps=3)
+    outcome = invoke_well(*arguments(place, tmp_path / "out", *more, "--micro-batch-size", 2, steps=5))
+    assert "resuming after step 3" in outcome.stderr
+    check_same_run(tmp_path / "out", tmp_path / "whole")
+
+
+def test_best_weights_that_went_with_a_later_state(place, tmp_path, monkeypatch):
+    """They are of a state that was damaged and deleted: the best of what comes is written."""
+    values = iter([9000.0, 4000.0, 6000.0, 7000.0, 8000.0])
+    monkeypatch.setattr(Loop, "score", lambda self, advance: Scores(math.log(next(values)), 0.0, 9))
+    more = ["--eval-every", 1, "--write", "best"]
+    stopped_before_the_end(place, tmp_path / "out", *more, steps=3)
+    (tmp_path / "out.ladderize-work" / "weights-00000001.safetensors").unlink()
+    assert succeed(place, tmp_path / "out", *more, steps=4)["written_step"] == 4
 
 
 def test_states_kept_and_the_best_one_written(place, tmp_path, monkeypatch):

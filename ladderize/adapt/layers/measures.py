@@ -39,7 +39,7 @@ def heldout_measures(
     """
     batch_size = max(1, 2 * TOKENS_PER_STEP // ids.shape[1])
     batches = ids.split(batch_size)[ranks.rank :: ranks.size]
-    perplexities, divergences, reference = {}, {}, None
+    dense, perplexities, divergences, reference = next(iter(contenders.values())).blocks, {}, {}, None
     for name, contender in contenders.items():
         blocks = contender.blocks
         streams = window_streams(blocks, contender.layer, torch.cat(batches), batch_size=batch_size) if batches else []
@@ -50,7 +50,7 @@ def heldout_measures(
                 stream = streams[number].to(blocks.device)
                 nlls.append(blocks.nll(stream, batch).cpu())
                 if reference is not None:
-                    sums.append(blocks.divergence(reference[number].to(blocks.device), stream).cpu())
+                    sums.append(blocks.divergence(dense, reference[number].to(blocks.device), stream).cpu())
         nll, total = (in_order(ranks.gather(values)) for values in (nlls, sums))
         perplexities[name] = perplexity_from_nlls(nll.numpy(), list(ids.numpy()))
         if reference is None:

@@ -163,7 +163,8 @@ def adapt_layers(
     layers = layers_to_rewrite(options, layout)  # faults of the layers and of OUT are told before the data are read
     how: dict[str, Any] = {"overwrite": overwrite, "verify": verify, "revision": revision}
     task = open_layer_task(str(model), str(out), str(dense), options, console, **how)
-    what = {"method": task.method, "layout": str(layout), "layers": list(layers)}  # a fingerprint tells no layout
+    # a fingerprint tells no layout, and the data's not which rows are read
+    what = {"method": task.method, "layout": str(layout), "layers": list(layers), "spare": options.spare}
     identity = {**what, **task.fingerprints(), **task.about()}
     opened = task.open_work(identity)
     if opened is None:

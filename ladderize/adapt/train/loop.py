@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import DistributedType
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
@@ -213,7 +214,8 @@ class Loop:
         entropy, divergence, stop, norm, scored, tokens = together.tolist()
         entropy, divergence = entropy / scored, divergence / scored
         loss = options.objective.total(entropy, divergence)
-        if not (math.isfinite(loss) and math.isfinite(norm)) and progress.step:
+        is_updated = accelerator.distributed_type == DistributedType.DEEPSPEED  # within the backward pass
+        if not (math.isfinite(loss) and math.isfinite(norm)) and progress.step and not is_updated:
             self.folder.save(progress, model)  # the weights are still those of the step before
         self.check(loss, norm)
         model.optimizer.step()

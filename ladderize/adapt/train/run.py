@@ -20,7 +20,7 @@ from ladderize.adapt.lora import ADAPTATION
 from ladderize.adapt.train.loop import Loop
 from ladderize.adapt.train.options import RetrainOptions, TrainOptions
 from ladderize.adapt.train.outcome import Adaptation, check_out, chosen_step, result_digest, write_outcome
-from ladderize.adapt.train.states import TrainingFolder
+from ladderize.adapt.train.states import TrainingFolder, latest_step
 from ladderize.adapt.train.student import make_student, make_teacher, open_model
 from ladderize.adapt.train.task import Launch, RetrainJob, Task, open_task, run_identity, sharding_asked
 from ladderize.adapt.train.teacher_cache import with_answers
@@ -117,7 +117,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
         check_out(job, [checkpoint, open_checkpoint(options.distill_from)])
     folder = work_folder(job.out)
     # a training that was begun belongs to the aligned checkpoint that is there
-    begun = read_own(folder / ABOUT).get("command") == TrainingFolder.COMMAND
+    begun = read_own(folder / ABOUT).get("command") == TrainingFolder.COMMAND and latest_step(folder) is not None
     ranks = join_ranks(options.device)
     if ranks.broadcast(begun and read_own(beside / ALIGNMENT).get("model") == model):
         console.note(f"going on from {beside}, which an earlier run has aligned")
@@ -184,6 +184,8 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
         )
         if sharding_asked() and not launch.sharded:
             raise UserError("accelerate launch asks for FSDP or DeepSpeed, which Accelerate runs on GPUs only")
+        if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+            raise UserError("accelerate launch asks for FSDP of version 1; set fsdp_version: 2 in its configuration")
         task = open_task(job.model, job.options, launch)
         precision = "bf16" if task.compute == torch.bfloat16 else "no"
         if launch.precision != precision and task.options.tp_size == 1:
@@ -313,7 +315,10 @@ def make_loop(
     model = make_model(task, accelerator, ranks, console)
     loop = Loop(model, rows, heldout, task.options, work, console, task.stored)
     if step:
-        loop.progress = work.load(step, model)
+        loop.progress = progress = work.load(step, model)
+        kept = progress.kept_step
+        if not ranks.broadcast(kept is None or work.weights(kept).exists()):  # they went with a later state
+            progress.kept_step, progress.best = None, progress.before
         console.note(f"resuming after step {step}, saved in {work.folder}")
     work.cut_metrics(loop.progress)
     announce(task, model, console)

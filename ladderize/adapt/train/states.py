@@ -101,8 +101,7 @@ class TrainingFolder(WorkFolder):
 
     def latest(self) -> int | None:
         """Return the last step from which training can resume; None where there is none."""
-        steps = [int(path.name[5:]) for path in self.folder.glob(STEP) if (path / STATE).is_file()]
-        return max(steps, default=None)
+        return latest_step(self.folder)
 
     def save(self, progress: Progress, model: TrainingModel) -> None:
         """Write this step's state, whole or not at all. All ranks call it.
@@ -181,6 +180,12 @@ class TrainingFolder(WorkFolder):
         infos = {name: (dtype, shape) for name, shape in model.shapes.items()}
         write_tensors(part, infos, lambda name: model.whole(name).to(dtype))
         os.replace(part, path)
+
+
+def latest_step(folder: Path) -> int | None:
+    """Return the last step whose state lies whole in a work folder; None where there is none."""
+    steps = [int(path.name[5:]) for path in folder.glob(STEP) if (path / STATE).is_file()]
+    return max(steps, default=None)
 
 
 def read_metrics(path: Path, key: str) -> list[float]:

@@ -194,6 +194,9 @@ class HFTraining(TrainingModel):
     def load(self, folder: Path) -> None:
         sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         self.accelerator.load_state(str(folder), **({} if sharded else {"strict": False}))
+        # It counts micro-batches, and updates where their number is a multiple of the accumulation. States lie between
+        # steps; an old count would shift the end of a step where the micro-batch size has changed.
+        self.accelerator.step = 0
 
     def _leave_out_frozen(self, models: Any, weights: list[dict[str, Tensor]], folder: str) -> None:
         """Remove frozen tensors from a saved state: the checkpoint has them. Accelerate saves sharded models itself."""
