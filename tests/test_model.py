@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from ladderize.families.registry import family_of
 from ladderize.modeling import dense_class
@@ -72,6 +72,15 @@ def test_cached_decoding_equals_the_oracle(name):
             output = model(ids[:, position : position + 1], past_key_values=output.past_key_values, use_cache=True)
             steps.append(output.logits)
     torch.testing.assert_close(torch.cat(steps, 1), expected, **TIGHT)
+
+
+def test_continuous_batching_decodes_what_generate_does():
+    """Its paged cache is not the one that attention updates before transformers 5.24."""
+    model, rows = make_model("every mode"), [random_ids(1, length)[0].tolist() for length in (7, 4)]
+    how = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    expected = [model.generate(torch.tensor([row]), generation_config=how)[0, len(row) :].tolist() for row in rows]
+    found = model.generate_batch(rows, generation_config=how, progress_bar=False)
+    assert [found[name].generated_tokens for name in sorted(found)] == expected
 
 
 def oracle_of(model):

@@ -8,6 +8,7 @@ file's and transformers' own. It needs only torch and transformers.
 
 import re
 import sys
+from inspect import signature
 
 import torch
 import transformers
@@ -20,12 +21,15 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 from transformers.utils import logging
 
 from .configuration_ladderized import family_config
 
 logger = logging.get_logger(__name__)
+# Since transformers 5.24 attention updates any cache, by the name `cache`. Before it updates `past_key_values`, and
+# `cache` is the paged one of continuous batching, which the attention function updates.
+UPDATES_EVERY_CACHE = "cache" in signature(LlamaAttention.forward).parameters
 
 
 class HeadsOnlyAttention:
@@ -57,13 +61,12 @@ class HeadsOnlyAttention:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         return query, key, value
 
-    def forward(
-        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, cache=None, **kwargs
-    ):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
         query, key, value = self.query_key_value(hidden_states, position_embeddings)
-        cache = past_key_values if cache is None else cache  # its name before and since transformers 5.24
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
+        if UPDATES_EVERY_CACHE and kwargs.get("cache") is not None:
+            key, value = kwargs.pop("cache").update(key, value, self.layer_idx, kwargs=kwargs)
+        elif past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         kwargs = {"sliding_window": self.sliding_window, **kwargs} if hasattr(self, "sliding_window") else kwargs
         dropout = self.attention_dropout if self.training else 0.0
