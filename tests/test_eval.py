@@ -252,6 +252,17 @@ def test_a_run_goes_on_after_the_tasks_that_it_has(pair, tmp_path, monkeypatch):
     assert ran == ["demo_agreement", "demo_copying"]
 
 
+def test_a_finished_tag_is_not_run_again(pair, tmp_path, monkeypatch):
+    """lm-eval's results name its tasks alone."""
+    own, out = shutil.copytree(TASKS, tmp_path / "tasks"), tmp_path / "r.json"
+    with (own / "copying.yaml").open("a") as file:
+        file.write("tag: some\n")  # and of tasks that include it
+    options = EvalOptions(tasks=("some",), include_path=str(own), limit=4)
+    assert {"demo_copying", "demo_last_word"} < {*run.evaluate([pair[0]], options, out=out).models[0].tasks}
+    monkeypatch.setattr(tasks, "run_task", lambda *given: pytest.fail("run again"))
+    run.evaluate([pair[0]], options, out=out, resume=True)
+
+
 def test_a_model_that_answers_nan_has_no_score(tmp_path):
     """lm-eval would take the first choice of each question."""
     broken = shutil.copytree(MODEL, tmp_path / "broken")

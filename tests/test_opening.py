@@ -154,6 +154,7 @@ REFUSED = {
     "biases of some layers": (BIAS, without(*O_BIASES[1:]), {}, "o_proj.bias is missing"),
     "biases that nobody asks for": (BIAS, dict, {"attention_bias": False}, "transformers would leave out"),
     "another vocabulary": ({}, dict, {"vocab_size": 128}, r"\[97, 32\], but config.json asks for \[128, 32\]"),
+    "weights elsewhere": ({}, dict, {"transformers_weights": "a.safetensors"}, "rename that file to model.safetensors"),
     "labels": ({}, dict, {"num_labels": 10**9}, "num_labels is 1000000000, but must be"),
     "two of a name": ({}, lambda tensors: tensors.update({"norm.weight": torch.ones(32)}), {}, "model.norm.weight is"),
 }
@@ -202,7 +203,9 @@ def test_a_checkpoint_does_not_choose_code(tmp_path, monkeypatch):
 
     source, ids = save_llama(tmp_path / "source", seed=random.randrange(1 << 30)), random_ids(1, 8)
     expected = logits(AutoModelForCausalLM.from_pretrained(source).eval(), ids)
-    keys = ("_attn_implementation", "attn_implementation", "experts_implementation")
+    keys = ("_attn_implementation", "attn_implementation", "experts_implementation", "custom_pipelines")
+    processor = {"auto_map": {"AutoProcessor": "attacker/code--processor.Evil"}, "name": "ü"}
+    (source / "processor_config.json").write_text(json.dumps(processor))
     edit_json(source / "config.json", quantization_config={}, **dict.fromkeys(keys, "attacker/kernel"))
     monkeypatch.setitem(sys.modules, "kernels", Kernels())
     torch.testing.assert_close(logits(load(source), ids), expected)
@@ -213,6 +216,8 @@ def test_a_checkpoint_does_not_choose_code(tmp_path, monkeypatch):
     written = (tmp_path / "out" / "config.json").read_text()
     assert "attacker" not in written
     assert "quantization_config" not in written
+    assert "auto_map of processor_config.json is left out" in said  # the card of OUT has its reader trust OUT's code
+    assert json.loads((tmp_path / "out" / "processor_config.json").read_text()) == {"name": "ü"}
 
 
 def test_norms_that_are_stored_in_32_bits(tmp_path):

@@ -58,16 +58,27 @@ def test_what_dense_beats_comes_after_what_it_does_not():
     assert promoted([slow, fast], Entrant(0.7, 1.0), 2) == [True, True]  # a place is a place
 
 
+MEASURED = EvaluatedModel(
+    model="a", layout="2 layers: dense", **Layout.dense(2).to_config(), parameters=1, dtype="float32",
+    device="cpu", torch_version="", transformers_version="",
+)  # fmt: skip
+
+
 def test_a_group_of_tasks_counts_as_one_task():
     """As in comparisons: the questions of a group count alike."""
     results = {"one": {"acc,none": 0.2}, "two": {"acc,none": 0.8}, "other": {"acc,none": 0.6}, "group": {}}
     counts = {"one": {"effective": 30}, "two": {"effective": 10}, "other": {"effective": 500}}
     harness = {"results": results, "group_subtasks": {"group": ["one", "two"]}, "n-samples": counts}
-    model = EvaluatedModel(
-        model="a", layout="2 layers: dense", **Layout.dense(2).to_config(), parameters=1, dtype="float32",
-        device="cpu", torch_version="", transformers_version="",
-    )  # fmt: skip
-    assert mean_accuracy(ModelResult(model, harness)) == pytest.approx((0.35 + 0.6) / 2)
+    assert mean_accuracy(ModelResult(MEASURED, harness)) == pytest.approx((0.35 + 0.6) / 2)
+
+
+def test_a_metric_that_lm_eval_calls_better_stands_for_its_task():
+    """As in comparisons. Without one, and without perplexity, nothing can be promoted by accuracy."""
+    results = {"one": {"acc,none": 0.2}, "two": {"strict,none": 0.4, "length,none": 0.9}, "three": {"bleu,none": 31.0}}
+    better = {"two": {"length": False, "strict": True}, "three": {"bleu": True}}
+    entry = ModelResult(MEASURED, {"results": results, "higher_is_better": better})
+    assert mean_accuracy(entry) == pytest.approx((0.2 + 0.4) / 2)
+    assert mean_accuracy(ModelResult(MEASURED, {"results": {"two": results["two"]}})) is None
 
 
 # ---- a sweep ----

@@ -15,6 +15,7 @@ from ladderize.report.documents import find_documents
 from ladderize.report.join import join_documents
 from ladderize.report.page import build_page
 from ladderize.report.tradeoff_plot import pareto_front
+from ladderize.sweep_document import StageState
 from tests.helpers import change_json, edit_json, fresh_rng, invoke, invoke_well, one_sentence
 from tests.report_documents import (
     bench_document,
@@ -246,6 +247,18 @@ def test_the_page_of_a_sweep(sweep):
     assert {plot.name for plot in page.plots} == plots
     other = shutil.copytree(sweep, sweep.with_name("other"))  # points that two sweeps share are shown once
     assert sorted(models_of(page_of(sweep, other))) == ["dense", "ladder", "ladder-1000", "ladder-9000", "spd"]
+
+
+def test_a_line_of_the_recovery_is_of_one_conversion(sweep):
+    """Of one layout there may be several: heads and neurons as they lie, and assigned."""
+    path = sweep / "sweep.json"
+    document = json.loads(path.read_text())
+    for point in document["points"]:
+        output = "stages/assigned" if point["name"] == "ladder-9000" else "stages/plain"
+        point["stages"] = [StageState("convert", output, "done").to_dict()]
+    path.write_text(json.dumps(document))
+    found = [(row["of"], row["tokens"]) for row in rows_of(page_of(sweep), "recovery") if "full" in row["line"]]
+    assert sorted(found) == [("stages/assigned", 9000), ("stages/plain", 0), ("stages/plain", 1000)]
 
 
 def test_of_one_layout_the_most_accurate_is_recommended(tmp_path):

@@ -27,7 +27,8 @@ from ladderize.files.regular import open_regular
 from ladderize.layout import Layout
 
 # These choose the code that computes; for a name such as attacker/kernel transformers fetches code from the hub.
-IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation\w*")
+IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation\w*|custom_pipelines")
+NOT_ITS_CODE = "a checkpoint does not choose the code that runs it"
 BUFFERS = re.compile(r"rotary_emb\.inv_freq")  # recomputed, even where an old checkpoint has them
 BASE_PARTS = ("embed_tokens.", "layers.", "norm.")  # of the model without its LM head
 COMPARED_BYTES = 4 << 20  # of two tensors at a time
@@ -67,13 +68,18 @@ def read_config_and_warnings(folder: Path) -> tuple[dict[str, Any], list[str]]:
         raise UserError(f"{folder} holds no config.json; it is not a Hugging Face checkpoint")
     config = read_json(folder / "config.json")
     check_largest(config)
+    if config.get("transformers_weights") is not None:
+        raise UserError(
+            f"{folder}: transformers_weights of config.json names the file of the weights; rename that file to"
+            " model.safetensors, and remove the key"
+        )
     warnings = []
     for key, value in list(config.items()):
         is_code = IMPLEMENTATIONS.fullmatch(key)
         if is_code or (key in QUANTISATION_KEYS and not value):
             del config[key]
             if value is not None:
-                why = "a checkpoint does not choose the code that runs it" if is_code else "an empty one is none"
+                why = NOT_ITS_CODE if is_code else "an empty one is none"
                 warnings.append(f"{key} of config.json is left out: {why}")
     # transformers' order: convert_rope_params_to_dict of modeling_rope_utils.py
     rope = config.get("rope_scaling") or config.get("rope_parameters")

@@ -124,6 +124,7 @@ def copied_files(plan: Plan) -> dict[str, Path]:
 def made_files(plan: Plan) -> dict[str, str]:
     """Return the texts of the files that are made for the output, by name."""
     return {
+        **plan.without_code,
         **plan.changes.extra_files,
         "config.json": json.dumps(make_config(plan), indent=2, allow_nan=False) + "\n",
         RECORD: yaml.safe_dump(make_record(plan), sort_keys=False, allow_unicode=True),

@@ -1,12 +1,13 @@
 """The plan of a conversion, decided and checked before anything is written."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ladderize.checkpoint.config import check_config, check_quantised
-from ladderize.checkpoint.opening import read_checkpoint, read_config
+from ladderize.checkpoint.opening import NOT_ITS_CODE, read_checkpoint, read_config
 from ladderize.checkpoint.quantised import (
     QUANTISE_LAST,
     STATIC_SCALES,
@@ -34,6 +35,7 @@ from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.families.registry import family_of, is_authors, is_ladderized
 from ladderize.files import output
+from ladderize.files.documents import read_own
 from ladderize.files.regular import check_regular
 from ladderize.layout import Layout
 
@@ -77,6 +79,7 @@ class Plan:
     recipe: makes this output of the dense model; the layout may have come with the source.
     changes: with the assignment of the recipe.
     carried: names of files that are copied from the source.
+    without_code: texts of those that name code, without that.
     """
 
     source: Checkpoint
@@ -89,6 +92,7 @@ class Plan:
     shards: list[Shard]
     changes: Changes
     carried: list[str]
+    without_code: dict[str, str]
     left_behind: list[str]
     warnings: list[str]
     quantisation: Quantisation | None
@@ -141,6 +145,8 @@ def make_plan(
         replace=changes.replace,
     )
     carried, left_behind = sort_files(source)
+    stripped = without_code(source, carried)
+    warnings += [f"auto_map of {name} is left out: {NOT_ITS_CODE}" for name in stripped]
     assigned = changes.assignment
     if assigned is None and ASSIGNMENT in carried:
         assigned = read_assignment(source.folder / ASSIGNMENT)
@@ -161,6 +167,7 @@ def make_plan(
         shards=shards,
         changes=changes,
         carried=[name for name in carried if name not in changes.extra_files],
+        without_code=stripped,
         left_behind=left_behind,
         warnings=warnings,
         quantisation=quantisation,
@@ -249,6 +256,17 @@ def sort_files(source: Checkpoint) -> tuple[list[str], list[str]]:
             check_stays(path, source.folder)
             carried.append(str(relative))
     return carried, sorted(left_behind)
+
+
+def without_code(source: Checkpoint, carried: list[str]) -> dict[str, str]:
+    """Return the texts of carried configs that name code, such as a tokenizer's, without that: OUT's card has its
+    reader trust the code of OUT, which is ours alone."""
+    configs = {name: read_own(source.folder / name) for name in carried if name.endswith("config.json")}
+    return {
+        name: json.dumps({key: value for key, value in config.items() if key != "auto_map"}, indent=2) + "\n"
+        for name, config in configs.items()
+        if "auto_map" in config
+    }
 
 
 def check_stays(path: Path, folder: Path) -> None:

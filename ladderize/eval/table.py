@@ -54,14 +54,19 @@ def short_names(models: list[str]) -> list[str]:
 def mean_accuracy(entry: ModelResult) -> float | None:
     """Return the mean over the tasks of the metric that stands for each, pooled as comparisons are; None where none is
     a share of right answers or similar, between 0 and 1."""
-    mains: dict[str, dict[str, float]] = {task: {} for task in entry.parts().leaves}
+    parts = entry.parts()
+    mains: dict[str, dict[str, float]] = {task: {} for task in parts.leaves}
     for (task, metric), (value, _) in measurements(entry).items():
         if task in mains:
             mains[task].setdefault(metric.partition(" ")[0], value)
-    firsts = {task: next((own[name] for name in MAIN_METRICS if name in own), math.nan) for task, own in mains.items()}
-    values = {task: value for task, value in firsts.items() if 0 <= value <= 1}
+    values: dict[str, float] = {}
+    for task, own in mains.items():
+        better = (name for name, more in parts.higher_is_better.get(task, {}).items() if more is True)
+        value = next((own[name] for name in (*MAIN_METRICS, *better) if name in own), math.nan)
+        if 0 <= value <= 1:
+            values[task] = value
     means = []
-    for unit in pooled_units(entry.parts().group_subtasks, list(values)):
+    for unit in pooled_units(parts.group_subtasks, list(values)):
         counts = [_sample_count(entry, task) for task in unit]
         means.append(sum(count * values[task] for task, count in zip(unit, counts, strict=True)) / sum(counts))
     return sum(means) / len(means) if means else None

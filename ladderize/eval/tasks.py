@@ -85,7 +85,12 @@ def _index(options: EvalOptions) -> "TaskManager":
 def run_tasks(model: EvalModel, manager: "TaskManager", output: "Output", console: Console) -> None:
     """Run the tasks of an opened model that ``output`` does not have yet, each saved as soon as it is done."""
     options, done = output.options, output.models[model.name].tasks
-    todo = [(number, task) for number, task in enumerate(options.tasks, start=1) if task not in done]
+
+    def is_done(task: str) -> bool:
+        """Of a tag the results name its tasks alone."""
+        return task in done or (bool(done) and task in manager.all_tags and {*manager.load([task])["tasks"]} <= {*done})
+
+    todo = [(number, task) for number, task in enumerate(options.tasks, start=1) if not is_done(task)]
     if not todo:
         return
     harness = model.harness(options)

@@ -28,7 +28,7 @@ from ladderize.report.plot import (
     positive_scale,
     quantitative,
 )
-from ladderize.sweep_document import AS_CONVERTED, THEN
+from ladderize.sweep_document import AS_CONVERTED, THEN, SweepPoint
 
 TOKENS_AXIS: Spec = {"format": "~s", "labelExpr": "datum.value === 0 ? '0' : datum.label", "tickCount": 5}
 KIND_LOOKS = {
@@ -89,8 +89,8 @@ def _task_row(one: ReportModel, task: TaskComparison) -> dict[str, Any]:
 def recovery_plots(content: ReportContent) -> list[ReportPlot]:
     """Return one plot of adapted models by tokens; none where no model was adapted."""
     adapted = [one for one in content.models if one.adapted is not None]
-    trained = {one.modes for one in adapted if one.tokens}
-    same = sorted((one for one in adapted if one.modes in trained), key=lambda one: one.tokens or 0)
+    trained = {conversion(one) for one in adapted if one.tokens}
+    same = sorted((one for one in adapted if conversion(one) in trained), key=lambda one: one.tokens or 0)
     name = "difference" if any(one.difference is not None for one in same) else "perplexity"
     measure, text = MEASURES[name]
     known = [(one, value) for one in same if (value := getattr(one, name)) is not None]
@@ -99,6 +99,7 @@ def recovery_plots(content: ReportContent) -> list[ReportPlot]:
     rows = [
         {
             "line": f"{one.layout_words}, {end}",
+            "of": conversion(one)[1],
             "is_end": one.adapted == end,
             "name": one.name,
             "family": one.family,
@@ -107,7 +108,7 @@ def recovery_plots(content: ReportContent) -> list[ReportPlot]:
             "words": f"{one.title}; {one.tokens or 0:,} tokens; {measure} {text(value)}",
         }
         for one, value in known
-        for end in dict.fromkeys(str(other.adapted) for other, _ in known if other.modes == one.modes)
+        for end in dict.fromkeys(str(other.adapted) for other, _ in known if conversion(other) == conversion(one))
         if one.adapted == AS_CONVERTED or f"{end}{THEN}".startswith(f"{one.adapted}{THEN}")
     ]
     caption = (
@@ -115,6 +116,13 @@ def recovery_plots(content: ReportContent) -> list[ReportPlot]:
         " converted model as it is. A line goes through the models that its stages made. Bars are 95 % intervals."
     )
     return [ReportPlot("recovery", "Recovery against tokens", caption, [_models_panel(rows, measure, content.margin)])]
+
+
+def conversion(one: ReportModel) -> tuple[Any, str]:
+    """Return the layout, and the folder of the stage that converted: heads may lie otherwise in another one of the
+    same layout."""
+    stages = one.row.stages if isinstance(one.row, SweepPoint) else []
+    return one.modes, next((stage.output for stage in stages if stage.stage == "convert"), "")
 
 
 def _models_panel(rows: list[dict[str, Any]], measure: str, margin: float) -> Spec:
@@ -126,7 +134,7 @@ def _models_panel(rows: list[dict[str, Any]], measure: str, margin: float) -> Sp
         y["axis"] = {"labelExpr": SIGNED_LABEL, "tickCount": 6}
         levels = [level("y", 0), level("y", -margin, dashed=True)]
     encoding = {"x": x, "y": y, "color": family_colour(rows)}
-    by_line = lines({**encoding, "detail": {"field": "line", "type": "nominal"}}, opacity=0.8)
+    by_line = lines({**encoding, "detail": [{"field": key, "type": "nominal"} for key in ("line", "of")]}, opacity=0.8)
     models = {**marks(encoding, 80), "transform": [{"filter": "datum.is_end"}]}
     return make_spec("", 300, rows, [*levels, by_line, intervals("y", encoding), models])
 

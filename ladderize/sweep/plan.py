@@ -229,7 +229,12 @@ class Planner:
         (entry,) = EvalResults.from_dict(read_document(path, "results file"), path).models
         accuracy = mean_accuracy(entry)
         if accuracy is None:
-            accuracy = -entry.model.perplexity.perplexity if entry.model.perplexity is not None else 0.0
+            if entry.model.perplexity is None:
+                raise UserError(
+                    f"promote cannot choose: {path} has no metric between 0 and 1 of which more is better, and no"
+                    " perplexity; add perplexity to the section eval"
+                )
+            accuracy = -entry.model.perplexity.perplexity
         if bench is None:
             layout = point.planned.layout
             return Entrant(accuracy, -(layout.attention_sync + layout.mlp_sync).count(BLOCKING))
