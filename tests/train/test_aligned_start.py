@@ -2,6 +2,7 @@
 
 import pytest
 
+from ladderize.adapt.layers.options import start_tokens
 from ladderize.adapt.train import run
 from tests.helpers import all_tensors, invoke, invoke_well, listing, one_sentence
 from tests.train.commands import adapt, arguments, losses_of, same_weights, stopped_before_the_end, succeed
@@ -76,6 +77,13 @@ def test_out_is_looked_at_before_anything_is_aligned(place, tmp_path, monkeypatc
     assert "--overwrite does not replace it" in one_sentence(aligned(place, tmp_path / "out", "--overwrite"))
     assert "is the source" in one_sentence(aligned(place, place / "dense", "--overwrite"))
     assert listing(tmp_path) == ["out"]
+
+
+def test_it_reads_as_many_tokens_as_the_training():
+    narrow = {"hidden_size": 576, "intermediate_size": 1536}
+    asked = {None: 16_384, 1_000: 16_384, 64_000: 64_000, 300_000_000: 131_072}
+    assert {budget: start_tokens(narrow, budget) for budget in asked} == asked
+    assert start_tokens(narrow | {"intermediate_size": 14_336}, 30_000) == 4 * 14_336
 
 
 def test_what_is_refused(place, done, tmp_path):

@@ -76,8 +76,14 @@ def default_tokens(config: Mapping[str, Any]) -> int:
 
 
 def short_tokens(config: Mapping[str, Any]) -> int:
-    """Return the number of tokens to align on where alignment is only a step, or is repeated often."""
+    """Return the number of tokens to align on where alignment is repeated often."""
     return max(SHORT, TOKENS_PER_INPUT * widest_input(config))
+
+
+def start_tokens(config: Mapping[str, Any], budget: int | None) -> int:
+    """Return the number of tokens to align on before a training on ``budget`` tokens: as many, from ``short_tokens`` to
+    ``default_tokens`` (docs/real.md: what more tokens win stays after the training)."""
+    return min(default_tokens(config), max(short_tokens(config), budget or 0))
 
 
 def assign_tokens(config: Mapping[str, Any]) -> int:

@@ -162,7 +162,7 @@ class RetrainOptions(Record):
     max_grad_norm: float = option("Clip the gradient's norm to this.", 1.0, shown="1")
     gradient_checkpointing: bool = option("Recompute activations instead of keeping them.", False)
     align: bool = option(
-        "full, lora: align first (as --method align does, briefly, on the first --data) and train from there. The"
+        "full, lora: align first (as --method align does, on the first --data) and train from there. The"
         " aligned checkpoint stays in OUT-aligned.",
         False,
         needs="distill_from",

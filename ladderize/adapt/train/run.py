@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.data_files import split_weight
-from ladderize.adapt.layers.options import AlignOptions, short_tokens
+from ladderize.adapt.layers.options import AlignOptions, start_tokens
 from ladderize.adapt.layers.rewrite import adapt_layers
 from ladderize.adapt.lora import ADAPTATION
 from ladderize.adapt.train.loop import Loop
@@ -126,7 +126,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
         asked = AlignOptions(
             split_weight(options.data[0])[0],
             seq_len=options.seq_len,
-            tokens=short_tokens(checkpoint.config),
+            tokens=start_tokens(checkpoint.config, options.max_tokens),
             seed=options.seed,
             dtype=options.dtype,
             device=options.device,
