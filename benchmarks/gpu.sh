@@ -1,15 +1,27 @@
 #!/usr/bin/env bash
-# What needs a GPU, in parts of at most 8 minutes each: gpu.sh tests | train | runtime | shard | vllm | real
+# What needs a GPU, in parts of at most 8 minutes each: gpu.sh tests | train | runtime | shard | vllm | ranks | real
 #   tests    the model, the runtime and training against the oracle and the CPU
 #   train    SPD's recovery, retraining and Domino: correctness, then times and memory
 #   runtime  an 8B model: transformers' forward pass, and the runtime at TP1
 #   shard    one rank's part of a 70B at emulated TP8
 #   vllm     in vLLM: norms stored in float32, then layouts, one rank's part
-#   real     `bench --tp-size N` over all GPUs of this machine
+#   ranks    `bench --tp-size N` over all GPUs of this machine
+#   real     a real model retrained on 20M and 100M tokens (real_gpu.yaml); stopped, it goes on when run again. `make
+#            real` and then `gpu.sh pack` write its files as real/travel/part-*, for a machine that takes 64 MiB a time
 # Needs torch, transformers, accelerate, peft, typer, rich and PyYAML; no network, no lm-eval. JSON goes to
 # ${OUT:-benchmarks/results} as it is measured.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+if [ "${1:-}" = pack ]; then
+  rm -rf real/texts real/travel && mkdir -p real/travel
+  cp -r "${TEXTS:-../shared/real}" real/texts
+  cp ../shared/fixtures/wikitext-2/test.txt real/wikitext.txt
+  python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 -d real/wheels \
+    "datasets==5.2.0" "dill<0.4.2" "multiprocess<0.70.20"
+  tar -c real/smollm2 real/texts real/wikitext.txt real/wheels | xz -T0 | split -b 50M - real/travel/part-
+  exit
+fi
 out=${OUT:-benchmarks/results}
 mkdir -p "$out"
 export PYTHONPATH=. HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
@@ -45,14 +57,24 @@ case "${1:-}" in
     else
       echo "vllm: vLLM is not installed here"
     fi ;;
-  real)
+  ranks)
     gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
     if [ "$gpus" -lt 2 ]; then
-      echo "real: one GPU here, nothing to sum"
+      echo "ranks: one GPU here, nothing to sum"
     else
       limited 470 python3 -m ladderize bench --random-weights 8b --layout dense,ladder,spd+ladder --tp-size "$gpus" \
-        --dtype bfloat16 --json --out "$out/real_cuda.json"
+        --dtype bfloat16 --json --out "$out/ranks_cuda.json"
     fi ;;
-  *) sed -n 2,8p "$0"; exit 2 ;;
+  real)
+    if [ ! -d real/smollm2 ]; then cat real/travel/part-* | tar -xJ; fi
+    python3 -m pip install -q --no-index --no-deps --upgrade --target real/site real/wheels/*.whl
+    export PYTHONPATH=.:real/site
+    cat real/texts/train/chat_*.jsonl > real/instructions.jsonl
+    test -e real/answers.jsonl || limited 100 python3 -m ladderize generate real/smollm2 --prompt-file real/instructions.jsonl \
+      --max-new-tokens 256 --batch-size 512 --out real/answers.jsonl
+    test -e real/long.jsonl || limited 60 python3 scripts/real_model.py real real/texts --long
+    limited 310 python3 -m ladderize sweep benchmarks/real_gpu.yaml
+    cp real/gpu/sweep.json "$out/real_cuda.json" ;;
+  *) sed -n 2,10p "$0"; exit 2 ;;
 esac
 exit $failed

