@@ -63,8 +63,9 @@ class HeadsOnlyAttention:
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
         query, key, value = self.query_key_value(hidden_states, position_embeddings)
-        if UPDATES_EVERY_CACHE and kwargs.get("cache") is not None:
-            key, value = kwargs.pop("cache").update(key, value, self.layer_idx, kwargs=kwargs)
+        cache = kwargs.pop("cache", None) if UPDATES_EVERY_CACHE else None
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
         elif past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
