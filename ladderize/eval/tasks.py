@@ -87,7 +87,7 @@ def run_tasks(model: EvalModel, manager: "TaskManager", output: "Output", consol
     options, done = output.options, output.models[model.name].tasks
 
     def is_done(task: str) -> bool:
-        """Of a tag the results name its tasks alone."""
+        """Return whether the results have a task, or all tasks of a tag, which they do not name."""
         return task in done or (bool(done) and task in manager.all_tags and {*manager.load([task])["tasks"]} <= {*done})
 
     todo = [(number, task) for number, task in enumerate(options.tasks, start=1) if not is_done(task)]
