@@ -85,7 +85,9 @@ def test_import_rules():
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         if "remote_code" in parts:  # which stands alone in a checkpoint
             roots = {name.split(".")[0] for name in modules_named_in(path)}
-            problems += [(path.name, root) for root in roots - {"dataclasses", "inspect", "re", "sys", "torch", "transformers"}]
+            problems += [
+                (path.name, root) for root in roots - {"dataclasses", "inspect", "re", "sys", "torch", "transformers"}
+            ]
             continue
         rules = MAY_IMPORT.get(".".join(parts[:2]), MAY_IMPORT[parts[0]])
         for name in imports_of(path):
