@@ -76,7 +76,7 @@ class Streams:
     def read(self, name: str, rows: Tensor) -> Tensor:
         """Return the states of these windows on the device: [rows, tokens, width]."""
         name = "dense" if self.is_common else name
-        return self.states[name][int(rows[0]) : int(rows[0]) + len(rows)].to(self.device, copy=True)
+        return self.states[name][int(rows[0]) : int(rows[0]) + len(rows)].clone().to(self.device)
 
     def write(self, name: str, rows: Tensor, state: Tensor) -> None:
         """Write the states of these windows, of which ``check`` will ask whether they are finite."""
