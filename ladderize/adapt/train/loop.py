@@ -214,9 +214,9 @@ class Loop:
         entropy, divergence, stop, norm, scored, tokens = together.tolist()
         entropy, divergence = entropy / scored, divergence / scored
         loss = options.objective.total(entropy, divergence)
-        if not (math.isfinite(loss) and math.isfinite(norm)) and progress.step:
-            if accelerator.distributed_type != DistributedType.DEEPSPEED:  # it updates within the backward pass
-                self.folder.save(progress, model)  # the weights are still those of the step before
+        is_bad = not (math.isfinite(loss) and math.isfinite(norm))
+        if is_bad and progress.step and accelerator.distributed_type != DistributedType.DEEPSPEED:  # which has updated
+            self.folder.save(progress, model)  # the weights are still those of the step before
         self.check(loss, norm)
         model.optimizer.step()
         # DDP keeps gradients in its buckets: set to None, they would be allocated again beside these.
