@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 
 if [ "${1:-}" = pack ]; then
   rm -rf real/texts real/travel && mkdir -p real/travel
-  cp -r "${TEXTS:-../shared/real}" real/texts
+  cp -r --no-preserve=mode "${TEXTS:-../shared/real}" real/texts
   cp ../shared/fixtures/wikitext-2/test.txt real/wikitext.txt
   python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 -d real/wheels \
     "datasets==5.2.0" "dill<0.4.2" "multiprocess<0.70.20"
