@@ -18,7 +18,7 @@ from ladderize.runtime import spec
 from ladderize.runtime.bench import inference, reference_check
 from ladderize.runtime.bench import plan as bench_plan
 from ladderize.runtime.bench import run as bench_run
-from ladderize.runtime.bench.document import BenchDocument
+from ladderize.runtime.bench.document import BenchDocument, environment
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import Emulated
@@ -314,6 +314,15 @@ def test_what_a_rank_reports_is_heard_before_it_dies():
     assert heard[2:] == ["alone"]
 
 
+def test_no_key_of_the_environment_is_kept(monkeypatch):
+    """Files of results are published."""
+    for name in ("VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.setenv(name, "1")
+    settings = environment(ALONE, settings=("VLLM_",)).settings
+    assert "VLLM_CPU_KVCACHE_SPACE" in settings
+    assert "VLLM_API_KEY" not in settings
+
+
 def test_the_parallel_baseline_leaves_sums_to_the_norm_as_its_rivals_do():
     """A GPU's norm adds the sum before it in one kernel. A baseline without that would be slower than need be."""
     model = spec.checkpoint_spec(str(MODEL), tp_size=1, dtype="float32")
@@ -392,8 +401,11 @@ def test_memory_is_checked_before_it_is_taken(tmp_path, monkeypatch):
     bench_plan.check_bench_memory(both, options, ALONE)
     with pytest.raises(UserError, match="in each of 2 processes needs .* are free; choose fewer or smaller models"):
         bench_plan.check_bench_memory(both, options, dataclasses.replace(ALONE, local_size=2))
-    emulated = dataclasses.replace(options, emulate_tp=2, batch_sizes=(1,))
+    monkeypatch.setattr(memory, "available_bytes", lambda device: cache * 3 // 2)
+    with pytest.raises(UserError, match="a KV cache for 3 texts of 12 tokens in each of 2 processes needs"):
+        spec.open_generator(model, Collectives(), weights, dataclasses.replace(ALONE, local_size=2), 3, 12)
     # half a model is timed, and a whole one checked
+    emulated = dataclasses.replace(options, emulate_tp=2, batch_sizes=(1,))
     monkeypatch.setattr(memory, "available_bytes", lambda device: own - 1)
     with pytest.raises(UserError, match=r"the check of whole models needs .*, or none \(--no-check\)"):
         bench_plan.check_bench_memory(both, emulated, ALONE)
