@@ -14,6 +14,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 if [ "${1:-}" = pack ]; then
+  [ -d real/smollm2 ] || { echo "pack: real/smollm2 is missing; run make real first"; exit 1; }
   rm -rf real/texts real/travel && mkdir -p real/travel
   cp -r --no-preserve=mode "${TEXTS:-../shared/real}" real/texts
   cp ../shared/fixtures/wikitext-2/test.txt real/wikitext.txt

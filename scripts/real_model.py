@@ -126,7 +126,7 @@ def pieces_of(file: Path, count: int | None) -> list[str]:
     return every if count is None else [every[i * len(every) // count] for i in range(count)]
 
 
-def mix(out: Path, texts: Path, *, is_long: bool) -> None:
+def mix(out: Path, texts: Path, answers: Path, *, is_long: bool) -> None:
     """Write the texts to learn from, and conversations to evaluate on, in the form of the chat template."""
     import random
 
@@ -137,7 +137,7 @@ def mix(out: Path, texts: Path, *, is_long: bool) -> None:
     def chats(lines: list[str]) -> list[str]:
         return [tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False) for line in lines]
 
-    rows = chats(lines_of(out / ("answers.jsonl" if is_long else "own.jsonl")))
+    rows = chats(lines_of(answers))
     for name, count in PIECES.items():
         rows += pieces_of(texts / name, None if is_long else count)
     random.Random(0).shuffle(rows)
@@ -160,7 +160,10 @@ def main() -> None:
         if not (arguments.texts / name).is_file():
             raise SystemExit(f"Error: {arguments.texts / name} is missing; docs/real.md says where it comes from")
     if arguments.mix or arguments.long:
-        mix(arguments.out, arguments.texts, is_long=arguments.long)
+        answers = arguments.out / ("answers.jsonl" if arguments.long else "own.jsonl")
+        if not answers.is_file():
+            raise SystemExit(f"Error: {answers} is missing; `ladderize generate` writes it")
+        mix(arguments.out, arguments.texts, answers, is_long=arguments.long)
         return
     cache = arguments.out / "cache"
     cache.mkdir(parents=True, exist_ok=True)

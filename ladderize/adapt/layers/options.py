@@ -25,7 +25,7 @@ TOKENS_PER_STEP = 2048  # the paper's: one sequence
 DEFAULT_SAMPLES, DEFAULT_HELDOUT = 1024, 64  # windows at most
 LEAST_TOKENS, TOKENS_PER_INPUT = 1 << 17, 4  # to align on, or so many per input of the widest projection
 HEADS, NEURONS = "heads", "neurons"  # of --assign
-SHORT = 1 << 14  # instead of LEAST_TOKENS; eight times as many gain little (docs/results.md)
+SHORT = 1 << 14  # instead of LEAST_TOKENS where alignment is repeated, or as long as a short training
 
 
 @dataclass(frozen=True)
