@@ -7,7 +7,7 @@ ids.
   need not survive being decoded and encoded; else its ``text``); each row of a 2-D array of ids is one; a 1-D array is
   one.
 * Text is tokenised document by document with the tokenizer's own special tokens, so a Llama's documents begin with BOS.
-  Ids are taken as they are: nothing is added.
+  Ids are taken as they are: nothing is added. Rows of empty text are no documents.
 * Documents are joined in order to one stream, with nothing between them.
 * The stream is cut into windows of ``seq_len`` that do not overlap. The last, partial window is kept if it has at least
   two tokens (one to read, one to score); a single leftover token is dropped.
@@ -84,7 +84,8 @@ def _read_text(path: Path, tokenizer: "PreTrainedTokenizerBase | None") -> Itera
         if isinstance(row, dict) and row.get("input_ids") is not None:
             yield as_ids(row["input_ids"], origin)
         elif isinstance(row, dict) and isinstance(row.get("text"), str):
-            yield encoded(row["text"], origin)
+            if row["text"].strip():
+                yield encoded(row["text"], origin)
         else:
             raise UserError(f'{origin}: not a JSON object with "input_ids" or a "text"')
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import random
+import re
 import shutil
 import sys
 
@@ -21,7 +22,7 @@ from ladderize.runtime.generate import answer_text
 from ladderize.runtime.generate_file import GenerateFileDocument, LineWriter
 from ladderize.runtime.sampling import Sampling
 from tests import warm
-from tests.adapt_data.rows import MARKED, PLAIN, TURNS, one, scored_text, write_jsonl
+from tests.adapt_data.rows import PLAIN, R1, TOOLS, TURNS, one, write_jsonl
 from tests.helpers import SHAPE, clearly_chosen, invoke_json, invoke_well, listing, refusal, save_llama
 
 LENGTH = 12  # the most new tokens
@@ -157,7 +158,7 @@ def test_greedy_answers_are_those_of_transformers(model, greedy, texts, prompts,
     document, rows = invoke_json(*command(model, prompts, out, **how)), rows_of(out)
     assert [(answer_of(row), row["finish_reason"]) for row in rows] == texts
     for row, question in zip(rows, greedy[0], strict=True):
-        assert list(row)[-1] == "finish_reason"
+        assert list(row)[-3:] == ["input_ids", "loss_mask", "finish_reason"]
         if "prompt" in question:
             assert row["prompt"] == question["prompt"]
         else:
@@ -213,6 +214,9 @@ def test_rows_of_all_kinds(model, tmp_path):
     (tmp_path / "a.txt").write_bytes(b"the cat\r\n\n  a dog \nlast")
     lines = answer(model, tmp_path / "a.txt", tmp_path / "lines.jsonl")
     assert [row["prompt"] for row in lines] == ["the cat", "  a dog ", "last"]
+    some = [*[{"text": "the cat"}] * 38, {"messages": TURNS[2:3]}, {"text": ""}]
+    mixed = write_jsonl(tmp_path / "mixed.jsonl", random.sample(some, 40))
+    assert [row["prompt"] for row in answer(model, mixed, tmp_path / "some.jsonl", batch=40)] == ["the cat"] * 38
 
 
 def test_a_template_sees_the_day_that_training_shows_it(model, tmp_path):
@@ -222,19 +226,34 @@ def test_a_template_sees_the_day_that_training_shows_it(model, tmp_path):
     assert "(26 Jul 2024)" in refusal(*command(folder, prompts, tmp_path / "out.jsonl"))
 
 
-def test_training_scores_the_answers_and_nothing_else(model, texts, prompts, tmp_path):
-    """With the ids that the model itself made behind what it was asked."""
-    rows = answer(model, prompts, tmp_path / "out.jsonl", temperature=0)
-    assert [answer_of(row) for row in rows] == [text for text, _ in texts]
-    for template in (PLAIN, MARKED + "{% if add_generation_prompt %}<assistant>{% endif %}"):
-        tokenizer = load_tokenizer(model)
-        tokenizer.chat_template = template
-        for row in rows:
-            ids, scored = one(tokenizer, row, seq_len=256, vocab_size=768)
-            assert scored_text(tokenizer, (ids, scored)) == [answer_of(row) + tokenizer.eos_token]
-            before = prompt_ids(tokenizer, {**row, "messages": row["messages"][:-1]} if "messages" in row else row)
-            assert ids[: len(before)] == before
-            assert scored == [place >= len(before) for place in range(len(ids))]
+@pytest.mark.parametrize("template", [PLAIN, R1], ids=["plain", "drops thoughts"])
+def test_training_reads_the_ids_of_the_answers(model, prompts, tmp_path, template):
+    """Of what the model was asked and what it wrote, which alone is scored; the template may give back neither."""
+    folder = shutil.copytree(model, tmp_path / "m")
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(folder)
+    for row in answer(folder, prompts, tmp_path / "out.jsonl", temperature=0):
+        asked = {**row, "messages": row["messages"][:-1]} if "messages" in row else row
+        ids, scored = one(tokenizer, row, seq_len=256, vocab_size=768)
+        before = prompt_ids(tokenizer, asked)
+        assert ids[: len(before)] == before
+        assert scored == [place >= len(before) for place in range(len(ids))]
+        assert expected_text(tokenizer, before, ids[len(before) :]) == answer_of(row)
+        assert (ids[-1] == tokenizer.eos_token_id) == (row["finish_reason"] == "stop")
+
+
+def test_tools_are_the_templates_and_stay_in_the_answers(model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "m")
+    (folder / "chat_template.jinja").write_text(TOOLS)
+    tokenizer, tools = load_tokenizer(folder), [{"type": "function", "function": {"name": "f"}}]
+    asked = {"messages": TURNS[:2], "tools": tools, "chat_template_kwargs": {"mood": "sad"}}
+    (row,) = answer(folder, write_jsonl(tmp_path / "a.jsonl", [asked]), tmp_path / "out.jsonl")
+    assert {name: row[name] for name in asked} == {**asked, "messages": [*TURNS[:2], row["messages"][-1]]}
+    prompt = tokenizer.apply_chat_template(
+        TURNS[:2], tools=tools, mood="sad", add_generation_prompt=True, return_dict=False
+    )
+    assert row["input_ids"][: len(prompt)] == prompt
+    assert row["loss_mask"].index(1) == len(prompt)
 
 
 def test_the_space_that_an_answer_begins_with_is_kept(stories):
@@ -417,8 +436,7 @@ def test_files_that_cannot_be_used(model, tmp_path, content, message):
 def test_a_run_that_made_nothing_leaves_nothing(model, prompts, tmp_path, monkeypatch):
     out = tmp_path / "out.jsonl"
     before, message = listing(tmp_path), refusal(*command(MODEL, prompts, out))
-    assert ": " + str(MODEL) + " has no chat template, which a conversation needs" in message
-    assert "prompts.jsonl, line " in message
+    assert re.search("prompts.jsonl, line .*: the tokenizer has no chat template, which a conversation needs", message)
     monkeypatch.setattr("ladderize.runtime.decode.are_sound", lambda logits: torch.tensor(False))
     assert "the model's logits are NaN or infinite" in refusal(*command(model, prompts, out))
     assert listing(tmp_path) == before

@@ -9,30 +9,47 @@ from pathlib import Path
 from ladderize.errors import UsageError, UserError
 from ladderize.files.regular import check_regular, split_name
 
-SOURCE_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".npy", ".npz")
+SOURCE_SUFFIXES = (".json", ".jsonl", ".parquet", ".arrow", ".txt", ".npy", ".npz")
+# What datasets and the hub write beside rows.
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+SPLIT = r"(?:^|[/._-])(train|validation|valid|val|dev|test|eval)(?=[/._-])"  # in a file's name or its folder's
 HUB = "hub:"
 
 
 def data_files(name: str, option: str = "--data") -> list[str]:
     """Return the files of one value of ``option``, sorted, those of ``.npz`` with their array's name.
 
-    name: ``x.jsonl``, ``x.npz:array``, a folder or a glob.
-    Raises UserError if there are none, or files of several kinds.
+    name: ``x.jsonl``, ``x.npz:array``, a glob, or a folder, such as one of ``Dataset.save_to_disk`` or the hub's.
+    Raises UserError if there are none, or files of several kinds or splits.
     """
     if name.startswith(HUB):
         raise UserError(f"{option} {name} is a stream, and is read as a whole here; give files")
     path, key = split_name(name)
-    if path.is_dir():  # which may hold a README too
-        found = [file for file in path.iterdir() if file.suffix in SOURCE_SUFFIXES]
+    if path.is_dir():
+        files = _files_below(path, f"{option} {name}")
     else:
-        found = [path] if path.exists() else [Path(file) for file in glob.glob(str(path), recursive=True)]
-    suffixes = sorted({file.suffix for file in found})
+        files = [path] if path.exists() else [Path(file) for file in glob.glob(str(path), recursive=True)]
+    suffixes = sorted({file.suffix for file in files})
     if len(suffixes) != 1 or suffixes[0] not in SOURCE_SUFFIXES:
-        what = f"files that end in {', '.join(suffixes)}" if found else "nothing that exists"
-        raise UserError(f"{option} {name} names {what}; give files of one of {', '.join(SOURCE_SUFFIXES)}")
-    for file in found:
+        problem = f"files that end in {', '.join(suffixes)}" if files else "nothing that exists"
+        raise UserError(f"{option} {name} names {problem}; give files of one of {', '.join(SOURCE_SUFFIXES)}")
+    for file in files:
         check_regular(file)
-    return [f"{file}:{key}" if key is not None else str(file) for file in sorted(found)]
+    return [f"{file}:{key}" if key is not None else str(file) for file in sorted(files)]
+
+
+def _files_below(folder: Path, source: str) -> list[Path]:
+    """Return the files of rows in a folder and below it. Raises UserError where datasets finds several splits there."""
+    below = [file for file in folder.rglob("*") if file.suffix in SOURCE_SUFFIXES and file.name not in DESCRIPTIONS]
+    files = [file for file in below if not any(name.startswith(".") for name in file.relative_to(folder).parts)]
+    splits: dict[str, Path] = {}
+    for file in sorted(files):
+        match = re.search(SPLIT, file.relative_to(folder).as_posix())
+        if match:
+            splits.setdefault(match[1], file)
+    if len(splits) > 1:
+        raise UserError(f"{source} holds several splits ({', '.join(map(str, splits.values()))}); name those of one")
+    return files
 
 
 def split_weight(text: str) -> tuple[str, float | None]:

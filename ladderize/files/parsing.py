@@ -40,7 +40,7 @@ def parse_json(content: bytes, *, constants: bool = False) -> Any:
         return value if math.isfinite(value) else refuse(number)
 
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")
         return json.loads(text) if constants else json.loads(text, parse_constant=refuse, parse_float=finite)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 text (byte {error.start})") from None

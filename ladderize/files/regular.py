@@ -71,9 +71,11 @@ def read_bytes(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> bytes:
 
 
 def read_text(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> str:
-    """Return the content as UTF-8 text, whatever the locale; raises UserError where it is not UTF-8."""
+    """Return the content as UTF-8 text with LF behind each line and no BOM, whatever the locale and the system that
+    wrote it; raises UserError where it is not UTF-8."""
     try:
-        return read_bytes(path, limit).decode("utf-8")
+        text = read_bytes(path, limit).decode("utf-8-sig")
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start}); is it another kind of file?") from None
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from ladderize.chat_template import chat_template_of, render_prompt
+from ladderize.chat_template import Conversation, render, said_by_user
 from ladderize.console import SILENT, Console, printable
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
@@ -22,7 +22,7 @@ from ladderize.runtime.launch import Report, check_group_size, run
 from ladderize.runtime.sampling import GenerateOptions
 from ladderize.runtime.spec import ModelSpec, WeightCache, checkpoint_spec, eos_ids, open_generator
 
-Asked = str | list[dict[str, Any]]  # a text to continue, or the messages of a conversation without its last answer
+Asked = str | Conversation  # a text to continue, or a conversation without its last answer
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def generate(
     with console.stage(f"reading {model}"):
         spec = check_generate(str(model), options)
         tokenizer = tokenizer_of(spec)
-        asked: list[Asked] = [[{"role": "user", "content": text}] if options.chat else text for text in prompts]
+        asked: list[Asked] = [Conversation(said_by_user(text)) if options.chat else text for text in prompts]
         ids = [prompt_ids(each, spec, tokenizer, options) for each in asked]
     streams = len(ids) == 1 and console.speaks and not console.as_json
     task = GenerateTask(spec, options, end_ids(spec, options), ids, len(ids), streams)
@@ -142,18 +142,20 @@ def tokenizer_of(spec: ModelSpec) -> Any:
     return tokenizer
 
 
-def prompt_ids(asked: Asked, spec: ModelSpec, tokenizer: Any, options: GenerateOptions, **given: Any) -> list[int]:
+def prompt_ids(
+    asked: Asked, spec: ModelSpec, tokenizer: Any, options: GenerateOptions, *, as_data: bool = False
+) -> list[int]:
     """Return the ids of a text to continue, or of a conversation up to where the assistant's answer begins.
 
     A text gets the tokenizer's own special tokens (for Llama: BOS before it), a conversation only those of its
-    template. Raises UserError for ids that the model does not have, and for more than fit into it.
+    template.
 
-    given: more variables of the chat template.
+    as_data: the template sees the date that it sees in training.
+    Raises UserError for ids that the model does not have, and for more than fit into it.
     """
     ids: list[int]
-    if not isinstance(asked, str):
-        chat_template_of(tokenizer, spec.name)
-        text = render_prompt(tokenizer, asked, **given)
+    if isinstance(asked, Conversation):
+        text, _ = render(tokenizer, asked, as_data=as_data, add_generation_prompt=True)
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     else:
         ids = tokenizer(asked, verbose=False)["input_ids"]

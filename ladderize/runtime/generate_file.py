@@ -11,11 +11,11 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ladderize.chat_template import DATE_OF_DATA
+from ladderize.chat_template import said_by_user
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console, sentence
@@ -29,7 +29,7 @@ from ladderize.files.temporaries import fsync, try_lock
 from ladderize.modeling import load_tokenizer, tokenizer_hash
 from ladderize.ranks.environment import already_started, is_main_rank
 from ladderize.ranks.group import ignore
-from ladderize.rows import Formats, Row, check_row, jsonl_rows, parquet_rows, read_messages
+from ladderize.rows import EMPTY, Formats, Row, check_row, jsonl_rows, parquet_rows, read_conversation, tell_left_out
 from ladderize.runtime.generate import (
     Asked,
     GenerateTask,
@@ -79,8 +79,8 @@ def generate_file(
 ) -> GenerateFileDocument | None:
     """Write a line to ``out`` for each row of ``prompt_file``, or ``samples`` texts from BOS; see docs/files.md.
 
-    A killed run goes on when it is called again. Returns None on other ranks than 0. Raises UserError for prompts that
-    cannot be answered, or an OUT that cannot be written.
+    Rows that cannot be used are left out. A killed run goes on when it is called again. Returns None on other ranks
+    than 0. Raises UserError where too many rows cannot be used, or OUT cannot be written.
 
     model: a folder or a hub id.
     prompt_file: .jsonl, .parquet or .txt; None: texts begin with BOS alone.
@@ -114,13 +114,7 @@ def generate_file(
     else:
         tokenizer = tokenizer_of(spec)
         with console.stage(f"reading {prompt_file}"):
-            rows = read_prompts(Path(prompt_file), chat=options.chat, samples=samples)
-        asked, prompts = [text for _, text in rows], []
-        for origin, text in rows:
-            try:  # a chat template sees the day that it sees when the answers are trained on
-                prompts.append(prompt_ids(text, spec, tokenizer, options, date_string=DATE_OF_DATA))
-            except UserError as problem:
-                raise UserError(f"{origin}: {problem}") from None
+            asked, prompts = read_prompts(Path(prompt_file), samples, spec, tokenizer, options, console)
     task = GenerateTask(spec, options, end_ids(spec, options), prompts, min(batch_size, len(prompts)))
     digest = _digest(task, prompt_file, "runtime" if engine is answer_on_runtime else "vllm")
     with closing(LineWriter(out, digest, len(prompts))) if is_main_rank() else nullcontext() as lines:
@@ -162,48 +156,65 @@ def bos_id(spec: ModelSpec, tokenizer: Any) -> int:
     return bos
 
 
-def read_prompts(path: Path, *, chat: bool, samples: int | None) -> list[tuple[str, Asked]]:
-    """Return the first ``samples`` prompts of a file (None: all), each with its place for people.
+def read_prompts(
+    file: Path, samples: int | None, spec: ModelSpec, tokenizer: Any, options: GenerateOptions, console: Console
+) -> tuple[list[Asked], list[list[int]]]:
+    """Return the prompts in the first ``samples`` rows of a file (None: all), and their ids.
 
-    chat: a text is a user's message, not one to continue.
-    Raises UserError that names the line for a row that cannot be used, and for a file without prompts.
+    Raises UserError where too many rows cannot be used, and for a file without prompts.
     """
-    path = resolved(path, "--prompt-file ")
+    path = resolved(file, "--prompt-file ")
     readers = {".jsonl": jsonl_rows, ".parquet": parquet_rows, ".txt": _text_rows}
     if path.suffix not in readers:
         raise UsageError(f"--prompt-file {path} must end in one of {', '.join(readers)}")
     if not path.exists():
         raise UserError(f"--prompt-file {path} does not exist")
-    rows = itertools.islice(readers[path.suffix](path), samples)
-    prompts = [(row.origin, _asked(row, chat)) for row in rows]
+    asked: list[Asked] = []
+    prompts: list[list[int]] = []
+    problems: list[str] = []
+    for row in itertools.islice(readers[path.suffix](path), samples):
+        try:
+            question = _asked(row, options.chat)
+            if question is not None:
+                prompts.append(prompt_ids(question, spec, tokenizer, options, as_data=True))
+                asked.append(question)
+            problems.append(EMPTY if question is None else "")
+        except UserError as problem:
+            problems.append(str(problem) if str(problem).startswith(row.origin) else f"{row.origin}: {problem}")
+    tell_left_out(f"--prompt-file {path}", problems, console)
     if not prompts:
         raise UserError(f"--prompt-file {path} holds no prompts")
-    return prompts
+    return asked, prompts
 
 
 def _text_rows(path: Path) -> Iterator[Row]:
     for number, line in enumerate(read_lines(path), start=1):
         try:
-            text = line.decode().rstrip("\r\n")
+            text = line.decode("utf-8-sig").rstrip("\r\n")
         except UnicodeDecodeError:
             raise UserError(f"{path}, line {number} is not UTF-8 text") from None
         if text.strip():
             yield Row({"text": text}, f"{path}, line {number}")
 
 
-def _asked(row: Row, chat: bool) -> Asked:
+def _asked(row: Row, chat: bool) -> Asked | None:
+    """Return what a row asks; None for empty text. Raises UserError for a row that cannot be used.
+
+    chat: a text is a user's message, not one to continue.
+    """
     name = check_row(row, PROMPT_FORMATS)
-    if name in ("prompt", "text"):
+    if name != "conversation":
         text = str(row.values[name])
-        return [{"role": "user", "content": text}] if chat else text
-    messages = read_messages(row, name)
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    if not messages:
-        raise UserError(f"{row.origin}: its {name} are the assistant's alone, so there is nothing to answer")
-    # what parquet may hold and JSON may not (a date, say) is written as text
-    plain: list[dict[str, Any]] = json.loads(json.dumps(messages, default=str))
-    return plain
+        if not chat or not text.strip():
+            return text if text.strip() else None
+        row = replace(row, values={**row.values, "messages": said_by_user(text)})
+    conversation = read_conversation(row)
+    count = len(conversation.messages)
+    while count and conversation.messages[count - 1]["role"] == "assistant":
+        count -= 1
+    if not count:
+        raise UserError(f"{row.origin}: its turns are the assistant's alone, so there is nothing to answer")
+    return conversation.until(count)
 
 
 # ---- the file ----
@@ -234,15 +245,19 @@ def _row(task: GenerateTask, asked: list[Asked], tokenizer: Any, number: int, ne
     asked: what each line answers; empty: texts begin with BOS.
     """
     prompt, ended = task.prompts[number], new[-1] in task.eos
+    ids: dict[str, Any] = {"input_ids": [*prompt, *new]}
     reason = {"finish_reason": "stop" if ended else "length"}
     if not asked:
-        ids = [*prompt, *new]
-        text = {} if tokenizer is None else {"text": tokenizer.decode(ids, skip_special_tokens=True)}
-        return {**text, "input_ids": ids, **reason}
+        text = {} if tokenizer is None else {"text": tokenizer.decode(ids["input_ids"], skip_special_tokens=True)}
+        return {**text, **ids, **reason}
+    # training reads the ids: the template may not give back what the model wrote, nor the tokenizer its ids
+    ids["loss_mask"] = [0] * len(prompt) + [1] * len(new)
     answer, question = answer_text(tokenizer, prompt, new[:-1] if ended else new), asked[number]
     if isinstance(question, str):
-        return {"prompt": question, "completion": answer, **reason}
-    return {"messages": [*question, {"role": "assistant", "content": answer}], **reason}
+        return {"prompt": question, "completion": answer, **ids, **reason}
+    messages = {"messages": [*question.messages, {"role": "assistant", "content": answer}]}
+    more = {"tools": question.tools, "chat_template_kwargs": question.variables}
+    return {**messages, **{name: value for name, value in more.items() if value}, **ids, **reason}
 
 
 class LineWriter:
@@ -277,7 +292,8 @@ class LineWriter:
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write rows. Raises UserError where the disk is full."""
         try:
-            left = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+            # what parquet may hold and JSON may not (a date, say) is written as text
+            left = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
             while left:
                 left = left[self.file.write(left) :]
         except OSError as error:

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from ladderize.adapt.data.examples import Encoder
 from ladderize.adapt.data.packing import pack
 from ladderize.adapt.data.training_data import open_data
+from ladderize.console import SILENT
+from ladderize.rows import tell_left_out
 from tests.helpers import ROOT
 
 DEMO = ROOT / "ladderize" / "demo" / "model"
@@ -37,6 +39,14 @@ QWEN3 = """{%- set ns = namespace(question=-1) %}
     {{- answer + '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+# as DeepSeek-R1's does: it asks for a thought, and leaves it out of every finished turn
+R1 = """{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<A>{{ m.content.split('</think>')[-1]
+| trim }}{{ eos_token }}{% else %}{% if m.role == 'user' %}<U>{% endif %}{{ m.content }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<A><think>\\n' }}{% endif %}"""
+TOOLS = """{{ bos_token }}{% if mood is defined %}{{ mood }}{% endif %}{% if tools %}{{ tools | tojson }}{% endif %}
+{%- for m in messages %}<{{ m.role }}>{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}
+{%- endif %}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
 TURNS = [
     {"role": "system", "content": "be kind"},
     {"role": "user", "content": "hello"},
@@ -58,8 +68,9 @@ def opened(data, tokenizer, *, eval_data=(), **changed):
 
 
 def encode(tokenizer, row, *, seq_len=64, vocab_size=VOCAB):
-    """The examples of a row: ids and which are scored; without those that lost all that is."""
+    """The examples of a row: ids and which are scored; without those that lost all that is. Raises its problem."""
     found = Encoder(tokenizer, seq_len, vocab_size, "there")({name: [value] for name, value in row.items()}, [0])
+    tell_left_out("there", found["problem"], SILENT)
     examples = zip(found["input_ids"], found["scored"], strict=True)
     return [(ids.tolist(), scored.tolist()) for ids, scored in examples if len(ids)]
 

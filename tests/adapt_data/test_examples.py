@@ -1,6 +1,8 @@
 """What a row of training data becomes: ids, what is scored, where it is cut, and what is wrong with it."""
 
+import json
 import random
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from tokenizers import pre_tokenizers, processors
 
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
-from tests.adapt_data.rows import BOS, DEMO, EOS, MARKED, PLAIN, QWEN3, TURNS, encode, one, scored_text
+from tests.adapt_data.rows import BOS, DEMO, EOS, MARKED, PLAIN, QWEN3, R1, TOOLS, TURNS, encode, one, scored_text
 
 
 def test_ids_are_taken_as_they_are():
@@ -56,6 +58,98 @@ def test_offsets_without_spaces(template):
     said = [("user", "hello"), ("assistant", " hi  "), ("user", " x"), ("assistant", "y")]
     turns = [{"role": role, "content": content} for role, content in said]
     assert scored_text(fresh, one(fresh, {"messages": turns})) == [" hi  </s>", "y</s>"]
+
+
+# ---- what a conversation may look like ----
+
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+CALLED = [TURNS[1], CALL, {"role": "tool", "content": "7"}, {"role": "assistant", "content": "it is 7"}]
+SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"tools": [SCHEMA]}, {"tools": [SCHEMA], "chat_template_kwargs": {"mood": "sad"}}]
+)
+def test_tools_and_variables_are_the_templates(chat, more):
+    """As ``apply_chat_template`` renders them; the schemas may be JSON text, and Arrow adds keys that are null."""
+    tokenizer = chat(TOOLS)
+    expected = tokenizer.apply_chat_template(
+        CALLED, tools=more.get("tools"), **more.get("chat_template_kwargs", {}), return_dict=False
+    )
+    assert ("sad" in tokenizer.decode(expected)) == ("chat_template_kwargs" in more)
+    as_text = {name: json.dumps(value) for name, value in more.items()}
+    from_arrow = dict.fromkeys(("tools", "chat_template_kwargs")) | more
+    if "tools" in more:
+        from_arrow["tools"] = [{**SCHEMA, "strict": None}]
+    for columns in (more, as_text, from_arrow):
+        example = one(tokenizer, {"messages": CALLED, **columns}, seq_len=500)
+        assert example[0] == expected
+        assert scored_text(tokenizer, example) == [f"{json.dumps(CALL['tool_calls'])}</s>", "it is 7</s>"]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefixes", "by markers"])
+@pytest.mark.parametrize("silent", [[2], [4], [2, 4]])
+def test_turns_of_weight_0_are_context(chat, template, silent):
+    tokenizer = chat(template)
+    turns = [{**turn, "weight": int(number not in silent)} for number, turn in enumerate(TURNS)]
+    named = [{"from": turn["role"], "value": turn["content"], "weight": turn["weight"]} for turn in turns]
+    if len(silent) == 2:
+        with pytest.raises(UserError, match="none of which the loss could score"):
+            encode(tokenizer, {"messages": turns})
+        return
+    (left,) = {2, 4} - {*silent}
+    whole = one(tokenizer, {"messages": TURNS}, seq_len=100)
+    runs = scored_text(tokenizer, whole)
+    for row in ({"messages": turns}, {"conversations": named}):
+        ids, scored = one(tokenizer, row, seq_len=100)
+        assert ids == whole[0]
+        assert scored_text(tokenizer, (ids, scored)) == [runs[[2, 4].index(left)]]
+        assert all(before for now, before in zip(scored, whole[1], strict=True) if now)
+
+
+def test_other_forms_of_the_same_conversation(chat):
+    tokenizer = chat(PLAIN)
+    example = one(tokenizer, {"messages": TURNS})
+    in_parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]
+    named = [{"from": turn["role"], "value": turn["content"]} for turn in TURNS]
+    for row in ({"messages": in_parts}, {"messages": named}, {"conversations": TURNS}):
+        assert one(tokenizer, row) == example
+    parts = [{"type": "text", "text": text} for text in ("two", "lines")]
+    joined, both = ([{"role": "user", "content": text}, TURNS[2]] for text in (parts, "two\nlines"))
+    assert one(tokenizer, {"messages": joined}) == one(tokenizer, {"messages": both})
+    ids, scored = one(tokenizer, {"prompt": TURNS[:4], "completion": TURNS[4:]})
+    assert ids == example[0]
+    assert scored_text(tokenizer, (ids, scored)) == ["bye</s>"]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefixes", "by markers"])
+def test_a_conversation_that_begins_with_the_assistant(chat, template):
+    tokenizer, turns = chat(template), TURNS[2:]
+    ids, scored = one(tokenizer, {"messages": turns}, seq_len=100)
+    assert ids == tokenizer.apply_chat_template(turns, return_dict=False)
+    assert scored_text(tokenizer, (ids, scored)) == ["hi there </s>", "bye</s>"]
+
+
+@pytest.mark.parametrize("thought", ["<think>\nwhy\n</think>\n\n", "why\n</think>\n\n", "<think>why</think>"])
+def test_a_template_that_drops_the_thought_of_a_finished_turn(chat, thought):
+    """DeepSeek-R1's asks for a thought. A turn follows its prompt in its own words, and is context without them."""
+    tokenizer = chat(R1)
+    turns = [*TURNS[:2], {"role": "assistant", "content": f"{thought}yes"}, *TURNS[3:]]
+    first = thought.removeprefix("<think>").removeprefix("\n")
+    begin = "<s>be kind<U>hello<A>"
+    expected = [(f"{begin}<think>\n", f"{first}yes</s>"), (f"{begin}yes</s><U>and?<A><think>\n", "bye</s>")]
+    examples = encode(tokenizer, {"messages": turns}, seq_len=200)
+    assert [tokenizer.decode(ids) for ids, _ in examples] == [prompt + text for prompt, text in expected]
+    assert [scored_text(tokenizer, example) for example in examples] == [[text] for _, text in expected]
+
+
+def test_today_is_always_the_same_day(chat):
+    formats = ["%d %b %Y", "%B %d, %Y", "%A, %-d %B %y", "%Y-%m-%d %H:%M"]
+    calls = "".join(f"{{{{ strftime_now('{text}') }}}}" for text in formats)
+    tokenizer = chat("\n{{ date_string }}" + calls + PLAIN)
+    text = tokenizer.decode(one(tokenizer, {"messages": TURNS}, seq_len=300)[0])
+    dates = "".join(datetime(2024, 7, 26).strftime(text) for text in formats)
+    assert text.startswith(f"\n26 Jul 2024{dates}<s><system>be kind")
 
 
 def a_chat(kinds):
@@ -121,13 +215,28 @@ def test_completions_and_conversations_are_cut_off(chat):
         ({"input_ids": [4]}, "gives 1 tokens"),
         ({"input_ids": [3, 527]}, "holds the token id 527, but the model's vocabulary ends at 526"),
         ({"input_ids": [4, 5], "loss_mask": [1, 0]}, "none of which the loss could score"),
-        ({"text": "x"}, "is text, but the model has no tokenizer"),
-        ({"conversations": [{"from": "bing", "value": "x"}]}, "from 'bing'; known are human"),
+        ({"conversations": [{"from": "bing", "value": "x"}]}, "turn 1 of its conversations is from 'bing'; known are"),
+        ({"messages": []}, "its messages has no turns"),
+        ({"messages": [{"role": "user"}]}, "turn 1 of its messages has no role and content that are strings"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "has content that is no text",
+        ),
+        ({"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "has the weight 0.5, which is neither"),
+        ({"messages": TURNS, "tools": "[{"}, "its tools is not JSON"),
+        ({"messages": TURNS, "chat_template_kwargs": ["x"]}, "its chat_template_kwargs is no object"),
+        ({"messages": TURNS, "chat_template_kwargs": {"chat_template": "x"}}, "multiple values for keyword argument"),
+        ({"prompt": TURNS[:1], "completion": "x"}, "its completion is no list of turns"),
     ],
 )
-def test_bad_rows(row, message):
+def test_bad_rows(chat, row, message):
     with pytest.raises(UserError, match=f"^there, row 1:? .*{message}"):
-        encode(None, row)
+        encode(chat(PLAIN), row)
+
+
+def test_a_text_without_a_tokenizer():
+    with pytest.raises(UserError, match="^there, row 1 is text, but the model has no tokenizer"):
+        encode(None, {"text": "x"})
 
 
 @pytest.mark.parametrize(
@@ -135,7 +244,11 @@ def test_bad_rows(row, message):
     [
         (None, 5, "the tokenizer has no chat template, which a conversation needs"),
         ("{{ raise_exception('roles must alternate') }}", 5, r"refuses the conversation \(roles must alternate\)"),
-        (PLAIN.replace("<assistant>{%", "<bot>{%"), 5, "turn 3: the chat template does not begin it with its prompt"),
+        (
+            PLAIN.replace("m.content", "'x'") + "?",
+            5,
+            "turn 3: the chat template does not show what",
+        ),
         (PLAIN, 2, "gives 0 tokens, none of which the loss could score"),
         (MARKED, 2, "none of which the loss could score"),
         ("{{ ''.__class__.__mro__ }}", 5, "is unsafe"),  # a stranger's program, in a sandbox

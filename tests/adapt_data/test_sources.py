@@ -1,6 +1,8 @@
 """Where rows come from: what --data may name, files of all kinds, and what is wrong with them."""
 
+import codecs
 import json
+import shutil
 from unittest import mock
 
 import datasets
@@ -10,7 +12,10 @@ import pytest
 from ladderize.adapt.data import sources
 from ladderize.adapt.data.sources import open_rows, source_identity
 from ladderize.adapt.data_files import check_sources, hub_dataset, split_weight
+from ladderize.data import read_documents
 from ladderize.errors import UsageError, UserError
+from ladderize.rows import jsonl_rows
+from ladderize.runtime.generate_file import _text_rows
 from tests.adapt_data.rows import write_jsonl
 
 TEXTS = [{"text": f"row {number}"} for number in range(5)]
@@ -45,8 +50,10 @@ def test_files_of_every_kind(tmp_path, capfd):
     (tmp_path / "a.json").write_text(json.dumps(TEXTS, indent=1))
     datasets.Dataset.from_list(TEXTS).to_parquet(tmp_path / "a[1].parquet")
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    every = datasets.Dataset.from_list([{"text": "no"}, *TEXTS])
+    every.select(range(1, 6)).save_to_disk(tmp_path / "disk")
     capfd.readouterr()
-    for name in ("a.jsonl", "a.json", "a[1].parquet"):
+    for name in ("a.jsonl", "a.json", "a[1].parquet", "disk"):
         assert texts_of(tmp_path / name) == [row["text"] for row in TEXTS]
     assert texts_of(tmp_path / "a.txt") == ["one\n\ntwo\n"]
     ids = np.arange(12, dtype=np.uint16).reshape(3, 4)
@@ -63,14 +70,49 @@ def test_folders_and_globs(tmp_path):
     (tmp_path / "parquet" / "README.md").write_text("about")
     expected = [row["text"] for row in TEXTS[::2] + TEXTS[1::2]]
     assert texts_of(tmp_path / "parquet") == texts_of(tmp_path / "parquet" / "*.parquet") == expected
+    snapshot = tmp_path / "snapshot"  # as the hub's client makes it
+    (snapshot / "data").mkdir(parents=True)
+    (snapshot / ".cache").mkdir()
+    write_jsonl(snapshot / ".cache" / "a.json", [{}])
+    write_jsonl(snapshot / "dataset_infos.json", [{}])
+    shutil.copy(tmp_path / "parquet" / "0.parquet", snapshot / "data" / "train-00000-of-00001.parquet")
+    assert texts_of(snapshot) == [row["text"] for row in TEXTS[::2]]
+    shutil.copy(tmp_path / "parquet" / "1.parquet", snapshot / "data" / "test-00000-of-00001.parquet")
+    assert texts_of(snapshot / "data" / "train*") == [row["text"] for row in TEXTS[::2]]
     write_jsonl(tmp_path / "parquet" / "a.jsonl", TEXTS)
     for given, message in (
+        ("snapshot", "holds several splits .*test-00000.*, .*train-00000.*; name those of one"),
         ("parquet", "names files that end in .jsonl, .parquet; give"),
         ("*.json", "names nothing"),
         ("none.jsonl", "names nothing that exists"),
     ):
         with pytest.raises(UserError, match=message):
             open_rows(f"{tmp_path}/{given}")
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_a_file_of_another_system_is_read_alike_everywhere(tmp_path, tokenizer, suffix):
+    """A BOM and CRLF are no text: in training, in scoring, and in prompts."""
+    rows = ["the cat", "", "sat"]
+    lines = rows if suffix == ".txt" else [json.dumps({"text": row}) for row in rows if row]
+    read = []
+    for name, begin, end in (("plain", b"", b"\n"), ("other", codecs.BOM_UTF8, b"\r\n")):
+        path = tmp_path / f"{name}{suffix}"
+        path.write_bytes(begin + b"".join(line.encode() + end for line in lines))
+        prompts = {".txt": _text_rows, ".jsonl": jsonl_rows}[suffix](path)
+        documents = [ids.tolist() for ids in read_documents(str(path), tokenizer)]
+        read.append((texts_of(path), documents, [row.values["text"] for row in prompts]))
+    assert read[0] == read[1]
+    assert read[0][0] == (["the cat\n\nsat\n"] if suffix == ".txt" else ["the cat", "sat"])
+    assert read[0][2] == ["the cat", "sat"]
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "home").write_text("")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "home" / "datasets")
+    message = "the cache of datasets, .*/home/datasets, takes no files .Not a directory.; set HF_DATASETS_CACHE"
+    with pytest.raises(UserError, match=message):
+        open_rows(write_jsonl(tmp_path / "a.jsonl", TEXTS))
 
 
 @pytest.mark.parametrize(

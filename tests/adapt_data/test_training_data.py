@@ -9,6 +9,7 @@ import pytest
 
 from ladderize.adapt.data import training_data
 from ladderize.adapt.data.examples import Encoder
+from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
 from tests.adapt_data.rows import DEMO, PLAIN, QWEN3, TURNS, VOCAB, encode, examples_of, opened, packed, write_jsonl
@@ -151,18 +152,42 @@ def test_a_stream(hub, tokenizer, monkeypatch):
     assert list(itertools.islice(opened("hub:o/n:train", tokenizer, heldout=10, seed=5).train, 5)) != epoch[:5]
 
 
+# ---- what is left out ----
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_rows_that_are_left_out(tmp_path, hub, chat, capfd, streamed):
+    """Of empty text, as a third of wikitext's, and up to a twentieth that cannot be used: counted in one line."""
+    empty, bad = [{"text": text} for text in ("", " \n")], [{"messages": TURNS[:2]}, {"text": 7}]
+    usable = texts(36)
+    rows = random.sample([*usable, *empty, *bad], 40)
+    first = next(number for number, row in enumerate(rows, 1) if row in bad)
+    data = hub(rows) if streamed else write_jsonl(tmp_path / "a.jsonl", rows)
+    opened_data = opened(data, chat(PLAIN), heldout=4, console=Console(False))
+    warnings = " ".join(capfd.readouterr().err.split())
+    assert "of 40 rows 2 of empty text and 2 that cannot be used (the first: " in warnings
+    assert f", row {first}: " in warnings
+    train = list(itertools.islice(opened_data.train, 200)) if streamed else list(opened_data.train)
+    every = [(str(ids), str(targets)) for ids, targets in slowly(chat(PLAIN), usable)]
+    assert {(str(ids), str(targets)) for ids, targets in examples_of(train + opened_data.heldout)} == {*every}
+    if not streamed:
+        assert opened_data.counts["examples"] == 32
+        assert opened_data.counts["dropped_examples"] == 0
+
+
 # ---- what is wrong ----
 
 
 def test_data_that_cannot_be_used(tmp_path, hub):
     ids = write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [2, 3]}] * 5)
-    bad = write_jsonl(tmp_path / "c.jsonl", [{"input_ids": [2, 3]}] * 300 + [{"input_ids": [2]}])
+    short = [{"input_ids": [2]}] * 2
+    bad = write_jsonl(tmp_path / "c.jsonl", [*[{"input_ids": [2, 3]}] * 3, *short, *[{"input_ids": [2, 3]}] * 34])
     stream = hub([{"input_ids": [2, 3]}] * 64)
     for given, changed, message in [
         (stream, {}, "64 of 64 examples held out leave none"),
         (ids, {"eval_data": [stream]}, "--eval-data hub:o/n:train is a stream"),
         (ids, {"heldout": 5}, "5 of 5 examples held out leave none; lower --heldout"),
-        (bad, {}, "c.jsonl, row 301: gives 1 tokens"),
+        (bad, {}, "c.jsonl, row 4: gives 1 tokens.* .2 of the first 39 rows cannot be used"),
     ]:
         with pytest.raises(UserError, match=message):
             opened(given, None, **changed)

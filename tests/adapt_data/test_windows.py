@@ -63,14 +63,17 @@ def test_a_conversation_is_read_once_however_many_examples_it_gives(tmp_path, ch
 
 
 def test_what_a_retraining_holds_out_is_read_last(tmp_path, checkpoint):
-    """With enough rows none of it is read, and with ``spare`` never. Some rows have pieces that training drops."""
+    """With enough rows none of it is read, and with ``spare`` never. Some rows have pieces that training drops, and
+    many are empty."""
     count, seed = 60, random.randrange(100)
     masks = [[0, int(number % 9 > 0), 0, 0, 1] for number in range(count)]
     rows = [{"input_ids": [number + 2] * 5, "loss_mask": mask} for number, mask in enumerate(masks)]
+    rows = random.sample([*rows, *[{"text": ""}] * 40], 100)
     data, how = write_jsonl(tmp_path / "a.jsonl", rows), {"seq_len": 3, "vocab_size": VOCAB, "seed": seed}
+    tokenizer = load_tokenizer(DEMO)
 
     def heldout(asked):
-        return {ids[0] for ids, _ in examples_of(open_data([data], None, **how, heldout=asked)[1])}
+        return {ids[0] for ids, _ in examples_of(open_data([data], tokenizer, **how, heldout=asked)[1])}
 
     def read(**more):
         return {int(ids[0]) for ids in read_rows(checkpoint, data, seed=seed, **more)}

@@ -1,31 +1,45 @@
 """Rows become examples: token ids, and a mask of those that the loss counts.
 
 * ``input_ids``: taken as they are. ``loss_mask`` says which are scored; without it all are.
-* ``messages``, ``conversations``: rendered by the chat template. The assistant's tokens are scored.
+* Conversations: rendered by the chat template. The assistant's tokens are scored, but those of turns of weight 0.
 * ``prompt`` and ``completion``: BOS comes before the prompt, EOS after the completion, which is scored.
 * ``text``: tokenised with the special tokens, and EOS appended. Everything is scored.
 
 An example longer than ``seq_len`` is cut: ids and texts into pieces, each an example; conversations and completions at
-``seq_len``, and they are dropped if nothing scored is left.
+``seq_len``, and they are dropped if nothing scored is left. A row that cannot be used gives none.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
-from ladderize.chat_template import DATE_OF_DATA, chat_template_of, refused_conversation
+from ladderize.chat_template import Conversation, Span, chat_template_of, render
 from ladderize.data import need_tokenizer, text_ids
 from ladderize.errors import UserError
-from ladderize.rows import Row, check_row, read_ids, read_messages
+from ladderize.rows import EMPTY, Row, check_row, read_conversation, read_ids
 
-Span = tuple[int, int]  # [begin, end) in characters
 Scored = tuple[np.ndarray, np.ndarray]  # int64 ids and a bool mask of those that are scored: [tokens] each
-# Columns of an example. row: the number of its row; shares_turns: the row has several examples, which share turns.
-COLUMNS = ("input_ids", "scored", "length", "truncated", "row", "shares_turns")
+# Columns of an example. row: the number of its row; shares_turns: the row has several examples, which share turns;
+# problem: why its row gives none.
+COLUMNS = ("input_ids", "scored", "length", "truncated", "row", "shares_turns", "problem")
+MARK = "\ue000"  # a character of no language
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """The whole examples of a row.
+
+    in_pieces: they may be cut into pieces.
+    problem: why there are none: ``EMPTY``, or a fault.
+    """
+
+    examples: list[Scored] = field(default_factory=list)
+    in_pieces: bool = False
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,8 +48,7 @@ class Encoder:
 
     tokenizer: of transformers; None if all rows are ids.
     name: the source's, for messages.
-    Raises UserError for a row that cannot be used, and where the model has no tokenizer, no chat template, or fewer
-    ids.
+    Raises UserError where the model has no tokenizer, or fewer ids.
     """
 
     tokenizer: Any
@@ -44,59 +57,78 @@ class Encoder:
     name: str
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
-        """Return the examples of the rows ``numbers``, by ``COLUMNS``. One that lost all that is scored has no
-        tokens."""
-        found = []
-        for number, (in_pieces, parts) in zip(numbers, self.encode(batch, numbers), strict=True):
-            for ids, scored in parts:
+        """Return the examples of the rows ``numbers``, by ``COLUMNS``. One that lost all that is scored, and the one of
+        a row that cannot be used, have no tokens."""
+        examples: list[tuple[Any, ...]] = []
+        for number, row in zip(numbers, self.encode(batch, numbers), strict=True):
+            if row.problem:
+                nothing = np.empty(0, dtype=np.int64), np.empty(0, dtype=bool)
+                examples.append((*nothing, 0, False, number, False, row.problem))
+            shares_turns = len(row.examples) > 1
+            for ids, scored in row.examples:
                 # a last piece of one token would have nothing to predict
-                for start in range(0, len(ids) - 1 if in_pieces else 1, self.seq_len):
+                for start in range(0, len(ids) - 1 if row.in_pieces else 1, self.seq_len):
                     end = start + self.seq_len
                     piece = slice(start, end if scored[start + 1 : end].any() else start)
-                    truncated = not in_pieces and 0 < len(ids[piece]) < len(ids)
-                    found.append((ids[piece], scored[piece], len(ids[piece]), truncated, number, len(parts) > 1))
-        return dict(zip(COLUMNS, map(list, zip(*found, strict=True)), strict=True))
+                    truncated = not row.in_pieces and 0 < len(ids[piece]) < len(ids)
+                    length = len(ids[piece])
+                    examples.append((ids[piece], scored[piece], length, truncated, number, shares_turns, ""))
+        return dict(zip(COLUMNS, map(list, zip(*examples, strict=True)), strict=True))
 
-    def encode(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> list[tuple[bool, list[Scored]]]:
-        """Return for each row whether its examples may be cut into pieces, and the whole examples.
-
-        A batch is tokenised together, which is faster.
-        """
-        values = zip(numbers, zip(*batch.values(), strict=True), strict=True)
-        rows = [Row(dict(zip(batch, own, strict=True)), f"{self.name}, row {number + 1}") for number, own in values]
-        formats = [check_row(row) for row in rows]
-        readers: dict[str, Callable[[list[Row]], list[list[Scored]]]] = {
-            "input_ids": lambda rows: [[read_ids(row)] for row in rows],
+    def encode(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> list[EncodedRow]:
+        """Return what each row gives. A batch is tokenised together, which is faster."""
+        columns = zip(*batch.values(), strict=True)
+        rows = [
+            Row(dict(zip(batch, values, strict=True)), f"{self.name}, row {number + 1}")
+            for number, values in zip(numbers, columns, strict=True)
+        ]
+        readers: dict[str, Callable[[list[Row]], list[EncodedRow]]] = {
+            "input_ids": lambda rows: [EncodedRow([read_ids(row)], in_pieces=True) for row in rows],
             "text": self._texts,
             "prompt": self._completions,
-            "messages": partial(self._chats, column="messages"),
-            "conversations": partial(self._chats, column="conversations"),
+            "conversation": self._chats,
         }
-        found: dict[int, list[Scored]] = {}
-        for name in dict.fromkeys(formats):
-            places = [place for place, other in enumerate(formats) if other == name]
-            found.update(zip(places, readers[name]([rows[place] for place in places]), strict=True))
-        for place, row in enumerate(rows):
-            if not any(scored[1:].any() for _, scored in found[place]):
-                lengths = " and ".join(str(len(ids)) for ids, _ in found[place]) or "0"
-                raise UserError(f"{row.origin}: gives {lengths} tokens, none of which the loss could score")
-            if (highest := max(int(ids.max()) for ids, _ in found[place])) >= self.vocab_size:
-                beyond = f"the token id {highest}, but the model's vocabulary ends at {self.vocab_size - 1}"
-                raise UserError(f"{row.origin}: holds {beyond}; were they made with another tokenizer?")
-        return [(name in ("input_ids", "text"), found[place]) for place, name in enumerate(formats)]
+        encoded: dict[int, EncodedRow] = {}
+        by_format: dict[str, list[int]] = {}
+        for index, row in enumerate(rows):
+            try:
+                by_format.setdefault(check_row(row), []).append(index)
+            except UserError as problem:
+                encoded[index] = EncodedRow(problem=str(problem))
+        for name, indices in by_format.items():
+            encoded.update(zip(indices, readers[name]([rows[index] for index in indices]), strict=True))
+        return [self._checked(row, encoded[index]) for index, row in enumerate(rows)]
 
-    def _texts(self, rows: list[Row]) -> list[list[Scored]]:
+    def _checked(self, row: Row, encoded: EncodedRow) -> EncodedRow:
+        """Return what a row gives, with a problem where nothing is scored; raises UserError for unknown ids."""
+        if encoded.problem:
+            return encoded
+        highest = max((int(ids.max(initial=0)) for ids, _ in encoded.examples), default=0)
+        if highest >= self.vocab_size:
+            beyond = f"the token id {highest}, but the model's vocabulary ends at {self.vocab_size - 1}"
+            raise UserError(f"{row.origin}: holds {beyond}; were they made with another tokenizer?")
+        if any(scored[1:].any() for _, scored in encoded.examples):
+            return encoded
+        lengths = " and ".join(str(len(ids)) for ids, _ in encoded.examples) or "0"
+        return EncodedRow(problem=f"{row.origin}: gives {lengths} tokens, none of which the loss could score")
+
+    def _texts(self, rows: list[Row]) -> list[EncodedRow]:
         tokenizer = need_tokenizer(self.tokenizer, rows[0].origin)
-        every = [_with_eos(tokenizer, ids) for ids in text_ids(tokenizer, [row.values["text"] for row in rows])]
-        return [[(ids, np.ones(len(ids), dtype=bool))] for ids in every]
+        encoded = []
+        for row, ids in zip(rows, text_ids(tokenizer, [row.values["text"] for row in rows]), strict=True):
+            whole = _with_eos(tokenizer, ids)
+            example = (whole, np.ones(len(whole), dtype=bool))
+            has_text = bool(row.values["text"].strip())
+            encoded.append(EncodedRow([example], in_pieces=True) if has_text else EncodedRow(problem=EMPTY))
+        return encoded
 
-    def _completions(self, rows: list[Row]) -> list[list[Scored]]:
+    def _completions(self, rows: list[Row]) -> list[EncodedRow]:
         """Tokenise prompts as when the model is asked, and their completions.
 
         The ids come from both texts together where those of the prompt are a prefix of them: a completion tokenised
         alone may get a space put before it.
         """
-        tokenizer, found = need_tokenizer(self.tokenizer, rows[0].origin), []
+        tokenizer, encoded = need_tokenizer(self.tokenizer, rows[0].origin), []
         prompts, completions = ([row.values[key] for row in rows] for key in ("prompt", "completion"))
         joined = text_ids(tokenizer, [prompt + rest for prompt, rest in zip(prompts, completions, strict=True)])
         alone = tokenizer(completions, add_special_tokens=False, verbose=False)["input_ids"]
@@ -104,27 +136,28 @@ class Encoder:
             if before and before[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token):
                 before = before[:-1]  # some tokenizers append it themselves
             ids = _with_eos(tokenizer, both if both[: len(before)] == before else [*before, *rest])
-            found.append([(ids, np.arange(len(ids)) >= len(before))])
-        return found
+            encoded.append(EncodedRow([(ids, np.arange(len(ids)) >= len(before))]))
+        return encoded
 
-    def _chats(self, rows: list[Row], column: str) -> list[list[Scored]]:
+    def _chats(self, rows: list[Row]) -> list[EncodedRow]:
         """Tokenise conversations. Each text is tokenised as a whole, and only the template gives it a BOS."""
         tokenizer, origin = need_tokenizer(self.tokenizer, rows[0].origin), rows[0].origin
-        template = chat_template_of(tokenizer, f"{origin}: the tokenizer")
         if not tokenizer.is_fast:
             raise UserError(f"{origin}: a conversation, but the tokenizer is not a fast one, so positions are unknown")
-        # in training data "today" is always the same day
-        given = {**tokenizer.special_tokens_map, "date_string": DATE_OF_DATA}
-        every = [marked_texts(template, read_messages(row, column), row.origin, **given) for row in rows]
-        texts = [text for examples in every for text, _ in examples] or [""]
+        encoded: list[EncodedRow] = []
+        every: list[tuple[int, str, list[Span]]] = []
+        for number, row in enumerate(rows):
+            try:
+                every += [(number, *text) for text in marked_texts(tokenizer, read_conversation(row), row.origin)]
+                encoded.append(EncodedRow())
+            except UserError as problem:
+                encoded.append(EncodedRow(problem=str(problem)))
+        texts = [text for _, text, _ in every] or [""]
         encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         tokens = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
-        return [[_scored(*next(tokens), spans) for _, spans in examples] for examples in every]
-
-
-def _with_eos(tokenizer: Any, ids: list[int]) -> np.ndarray:
-    eos = tokenizer.eos_token_id
-    return np.asarray([*ids, eos] if eos is not None and ids[-1:] != [eos] else ids, dtype=np.int64)
+        for (number, _, spans), (ids, offsets) in zip(every, tokens, strict=False):
+            encoded[number].examples.append(_scored(ids, offsets, spans))
+        return encoded
 
 
 def _scored(ids: list[int], offsets: list[tuple[int, int]], spans: list[Span]) -> Scored:
@@ -139,36 +172,79 @@ def _scored(ids: list[int], offsets: list[tuple[int, int]], spans: list[Span]) -
     return np.asarray(ids, dtype=np.int64), np.any([np.zeros(len(ids), dtype=bool), *inside], axis=0)
 
 
-def marked_texts(
-    template: str, messages: list[dict[str, Any]], origin: str, **given: Any
-) -> list[tuple[str, list[Span]]]:
-    """Return the text of each example of a conversation, and the characters in it that the assistant wrote.
+def _with_eos(tokenizer: Any, ids: list[int]) -> np.ndarray:
+    eos = tokenizer.eos_token_id
+    return np.asarray([*ids, eos] if eos is not None and ids[-1:] != [eos] else ids, dtype=np.int64)
+
+
+def marked_texts(tokenizer: Any, conversation: Conversation, origin: str) -> list[tuple[str, list[Span]]]:
+    """Return the text of each example of a conversation, and the characters in it that the loss counts.
 
     Where the template has ``{% generation %}`` markers, a conversation is one example. Elsewhere an assistant's turn is
     what the template adds to the prompt. A turn continues the example of the turn before it if the template left that
     text unchanged. Where the template rewrites earlier turns (Qwen3's drops thoughts), the turn begins its own example.
     Raises UserError if the template refuses the conversation, or does not show where a turn is.
     """
-    from transformers.utils import chat_template_utils as templates
+    messages = conversation.messages
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    try:
+        template = chat_template_of(tokenizer, tools=conversation.tools)
+        if re.search(r"\{%-?\s*generation\s*-?%\}", template):
+            return [_generated(tokenizer, conversation, turns)]
+        texts: list[tuple[str, list[Span]]] = []
+        for number in turns:
+            prompt, text = _asked_and_answered(tokenizer, conversation, number)
+            spans = [(len(prompt), len(text))] if conversation.scored[number] else []
+            earlier = texts.pop()[1] if texts and prompt.startswith(texts[-1][0]) else []
+            texts.append((text, [*earlier, *spans]))
+    except UserError as problem:
+        raise UserError(f"{origin}: {problem}") from None
+    return texts
 
-    to_text: Any = templates.render_jinja_template  # it returns a tuple, but is annotated as a string
 
-    def render(part: list[dict[str, Any]], **options: bool) -> tuple[str, list[Span]]:
-        try:
-            texts, spans = to_text(conversations=[part], chat_template=template, **options, **given)
-        except Exception as error:  # a template may raise whatever Python can
-            raise UserError(f"{origin}: {refused_conversation(error)}") from None
-        return texts[0], spans[0] if spans else []
+def _generated(tokenizer: Any, conversation: Conversation, turns: Sequence[int]) -> tuple[str, list[Span]]:
+    """Return the text of a conversation, and the spans that its template marks in turns that the loss counts."""
 
-    if re.search(r"\{%-?\s*generation\s*-?%\}", template):
-        return [render(messages, return_assistant_tokens_mask=True)]
-    found: list[tuple[str, list[Span]]] = []
-    for number in (number for number, message in enumerate(messages) if message["role"] == "assistant"):
-        before, _ = render(messages[:number], add_generation_prompt=True)
-        after, _ = render(messages[: number + 1])
-        if not after.startswith(before):
-            problem = "the chat template does not begin it with its prompt; mark it there with {% generation %}"
-            raise UserError(f"{origin}: turn {number + 1}: {problem}")
-        earlier = found.pop()[1] if found and before.startswith(found[-1][0]) else []
-        found.append((after, [*earlier, (len(before), len(after))]))
-    return found
+    def marked(count: int) -> tuple[str, list[Span]]:
+        shown = conversation.until(count)
+        return render(tokenizer, shown, as_data=True, return_assistant_tokens_mask=True)
+
+    text, spans = marked(len(conversation.messages))
+    for number in reversed([number for number in turns if not conversation.scored[number]]):
+        begin = len(marked(number)[1]) if number else 0
+        del spans[begin : len(marked(number + 1)[1])]
+    return text, spans
+
+
+def _asked_and_answered(tokenizer: Any, conversation: Conversation, number: int) -> tuple[str, str]:
+    """Return the prompt that an assistant's turn answers, and the text with the turn behind it.
+
+    A template may write a finished turn otherwise than it asks for one: DeepSeek-R1's asks for a thought and leaves it
+    out behind it. Then the turn's own text follows the prompt, and what the template puts behind a turn follows that.
+    The same holds where a conversation begins with the assistant, so that there is no prompt.
+    """
+    finished, _ = render(tokenizer, conversation.until(number + 1), as_data=True)
+    prompt = ""
+    if number:
+        prompt, _ = render(tokenizer, conversation.until(number), as_data=True, add_generation_prompt=True)
+        if finished.startswith(prompt):
+            return prompt, finished
+    turn = conversation.messages[number]
+    marked = replace(conversation, messages=[*conversation.messages[:number], {**turn, "content": MARK}])
+    shown, _ = render(tokenizer, marked, as_data=True)
+    ahead, mark, behind = shown.rpartition(MARK)
+    is_shown = mark and isinstance(turn.get("content"), str)
+    if is_shown and not number and finished.startswith(ahead):
+        return ahead, finished
+    if not is_shown or not number:
+        raise UserError(
+            f"turn {number + 1}: the chat template does not show what the assistant wrote; mark it there with"
+            " {% generation %}"
+        )
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, ahead, strict=False))
+    opening = prompt[len([*shared]) :].strip()
+    text = turn["content"]
+    if opening and text.lstrip().startswith(opening):  # the prompt has it already
+        text = text.lstrip().removeprefix(opening)
+        text = text.lstrip("\n") if prompt.endswith("\n") else text
+    return prompt, prompt + text + behind

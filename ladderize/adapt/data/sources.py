@@ -4,6 +4,7 @@ import glob
 import hashlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.data_files import HUB, data_files, hub_dataset, split_weight
@@ -12,6 +13,7 @@ from ladderize.data import file_sha256
 from ladderize.errors import UserError
 from ladderize.files.id_arrays import open_ids, read_id_rows
 from ladderize.files.regular import open_regular, split_name
+from ladderize.files.temporaries import why_unwritable
 from ladderize.rows import TRAINING, quiet_datasets
 
 ID_SUFFIXES = (".npy", ".npz")
@@ -31,7 +33,9 @@ def open_rows(name: str, option: str = "--data") -> Any:
     files = [split_name(file) for file in data_files(name, option)] if hub is None else []
     full = [glob.escape(os.path.abspath(path)) for path, _ in files if path.stat().st_size]  # datasets takes patterns
     suffix, rows = files[0][0].suffix if files else "", None
-    loader = {".txt": "text", ".parquet": "parquet"}.get(suffix, "json")
+    loader = {".txt": "text", ".parquet": "parquet", ".arrow": "arrow"}.get(suffix, "json")
+    if full:
+        check_cache()
     try:
         if hub is not None:
             rows = datasets.load_dataset(*hub[:2], split=hub[2], streaming=True)
@@ -39,8 +43,8 @@ def open_rows(name: str, option: str = "--data") -> Any:
             ids = [row for path, key in files for row in read_id_rows(path, key) if len(row)]
             rows = datasets.Dataset.from_dict({"input_ids": ids}).with_format("numpy")
         elif full:
-            whole = {"sample_by": "document"} if loader == "text" else {}
-            rows = datasets.load_dataset(loader, data_files=full, split="train", **whole)
+            as_documents = {"sample_by": "document", "encoding": "utf-8-sig"} if loader == "text" else {}
+            rows = datasets.load_dataset(loader, data_files=full, split="train", **as_documents)
         columns = column_names(rows) if rows else []
     except UserError:
         raise
@@ -54,6 +58,22 @@ def open_rows(name: str, option: str = "--data") -> Any:
     if TRAINING.find(columns) is None:
         raise UserError(f"{option} {name} has the columns {', '.join(columns)}; rows need {TRAINING.in_words}")
     return rows
+
+
+def check_cache() -> None:
+    """Raise UserError where datasets cannot write its cache."""
+    from datasets import config
+
+    cache = Path(config.HF_DATASETS_CACHE)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        problem = why_unwritable(cache)
+    except OSError as error:
+        problem = error.strerror
+    if problem is not None:
+        raise UserError(
+            f"the cache of datasets, {cache}, takes no files ({problem}); set HF_DATASETS_CACHE to a folder that does"
+        )
 
 
 def column_names(rows: Any) -> list[str]:

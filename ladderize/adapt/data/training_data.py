@@ -16,10 +16,11 @@ from ladderize.adapt.data.examples import COLUMNS, Encoder
 from ladderize.adapt.data.packing import pack
 from ladderize.adapt.data.sources import column_names, open_rows
 from ladderize.adapt.data_files import HUB, split_weight
+from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
-from ladderize.rows import quiet_datasets
+from ladderize.rows import FIRST_ROWS, quiet_datasets, tell_left_out
 
-ORDER = 6  # the version of how rows are cut and packed; rows that another version left in the cache are not used
+ORDER = 7  # the version of how rows are cut and packed; rows that another version left in the cache are not used
 ROWS_AT_ONCE, EXAMPLES_AT_ONCE, SHUFFLED_AT_ONCE = 128, 1000, 1000  # tokenised; packed; packed rows of a stream
 FIRST_HELD_OUT = 64  # examples of a stream
 
@@ -34,12 +35,13 @@ def open_data(
     seed: int,
     heldout: int | None = None,
     eval_names: Sequence[str] = (),
+    console: Console = SILENT,
 ) -> tuple[Any, list[dict[str, Any]], dict[str, int]]:
     """Return packed rows to train on, those held out, and counts.
 
     The rows are a ``datasets.Dataset`` that is not shuffled yet; where a source is streamed, an endless, shuffled
     ``IterableDataset``. The counts are of what is trained on, by name, each source once; empty where a source is
-    streamed. ``dropped_examples`` have nothing left to score.
+    streamed. ``dropped_examples`` have nothing left to score. A warning tells of rows that are left out.
 
     names: as --data has them, with or without weights, which are shares of the packed rows.
     tokenizer: of transformers; None if all rows are ids.
@@ -54,14 +56,14 @@ def open_data(
     sources, counts = [split_weight(name) for name in names], {}
     train, apart, dropped = [], [], 0
     for name, _ in sources:
-        examples, without = _examples(name, tokenizer, seq_len, vocab_size)
-        part = _first_apart if name.startswith(HUB) else _some_apart
-        rest, own = part(examples, name, seed, 0 if eval_names else heldout)
+        examples, without = _examples(name, tokenizer, seq_len, vocab_size, console)
+        set_apart = _first_apart if name.startswith(HUB) else _some_apart
+        rest, held = set_apart(examples, name, seed, 0 if eval_names else heldout)
         train.append(rest)
-        apart.append(own)
+        apart.append(held)
         dropped += without
     if eval_names:
-        apart = [_examples(name, tokenizer, seq_len, vocab_size, "--eval-data")[0] for name in eval_names]
+        apart = [_examples(name, tokenizer, seq_len, vocab_size, console, "--eval-data")[0] for name in eval_names]
     packs = [_packed(examples, seq_len) for examples in train]
     if any(name.startswith(HUB) for name, _ in sources):
         streams = [one.to_iterable_dataset() if hasattr(one, "to_iterable_dataset") else one for one in packs]
@@ -85,27 +87,34 @@ def open_data(
     return rows, [dict(zip(packed, values, strict=True)) for values in zip(*packed.values(), strict=True)], counts
 
 
-def _examples(name: str, tokenizer: Any, seq_len: int, vocab_size: int, option: str = "--data") -> tuple[Any, int]:
+def _examples(
+    name: str, tokenizer: Any, seq_len: int, vocab_size: int, console: Console, option: str = "--data"
+) -> tuple[Any, int]:
     """Return the examples of a source that have something to score, and the number of those that have not (0 of a
-    stream)."""
-    rows = open_rows(name, option)
-    encoder = Encoder(tokenizer, seq_len, vocab_size, f"{option} {name}")
-    how = {"batched": True, "batch_size": ROWS_AT_ONCE, "with_indices": True, "remove_columns": column_names(rows)}
+    stream). Raises UserError where too many of the first rows cannot be used."""
+    rows, source = open_rows(name, option), f"{option} {name}"
+    encoder = Encoder(tokenizer, seq_len, vocab_size, source)
+    options = {"batched": True, "batch_size": ROWS_AT_ONCE, "with_indices": True, "remove_columns": column_names(rows)}
     if name.startswith(HUB):
-        return rows.map(encoder, **how).filter(lambda example: example["length"] > 0), 0
+        first = [*rows.take(FIRST_ROWS).map(encoder, **options)]
+        problems = {example["row"]: example["problem"] for example in first}
+        tell_left_out(f"{source}, its beginning", [*problems.values()], console)
+        return rows.map(encoder, **options).filter(lambda example: example["length"] > 0), 0
     decides: list[Any] = [seq_len, vocab_size]
     if tokenizer is not None:  # datasets' hash of a tokenizer differs between processes
         ids = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
         decides += [type(tokenizer), ids, tokenizer.special_tokens_map, tokenizer.chat_template]
     try:
-        every = rows.map(encoder, **how, new_fingerprint=_key(rows, *decides)).with_format(None)
+        every = rows.map(encoder, **options, new_fingerprint=_key(rows, *decides)).with_format(None)
     except UnicodeDecodeError:  # datasets raises it while it reads a row
-        raise UserError(f"{option} {name} holds text that is not UTF-8") from None
+        raise UserError(f"{source} holds text that is not UTF-8") from None
+    problems = dict(zip(every["row"][:], every["problem"][:], strict=True))
+    unusable = tell_left_out(source, [*problems.values()], console)
     usable = np.flatnonzero(every["length"][:])
     if not len(usable):
         why = f"of {len(every)} nothing that counts is within --seq-len {seq_len}"
-        raise UserError(f"{option} {name} gives no example that can be scored: {why}")
-    return every.select(usable), len(every) - len(usable)
+        raise UserError(f"{source} gives no example that can be scored: {why}")
+    return every.select(usable), len(every) - len(usable) - unusable
 
 
 def _some_apart(examples: Any, name: str, seed: int, heldout: int | None) -> tuple[Any, Any]:

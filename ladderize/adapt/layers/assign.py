@@ -52,7 +52,7 @@ def assign_ranks(
     checkpoint, layout = assignable(str(model), recipe, revision)
     data, wanted, positions = options.data or "", assign_tokens(checkpoint.config), most_positions(checkpoint.config)
     with console.stage("reading the data"):
-        rows = read_rows(checkpoint, data, enough=2 * wanted)
+        rows = read_rows(checkpoint, data, console, enough=2 * wanted)
         length = row_of_ids([data]) or min(WINDOW_TOKENS, positions)
         if (count := sum(map(len, rows)) // length) < 2:
             raise UserError(f"{data} gives {count} windows of {length} tokens, and one is held out; give more data")

@@ -132,7 +132,7 @@ def open_layer_task(
         for checkpoint in (source, dense):
             output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
     with console.stage("reading the data"):
-        windows = training_windows(dense, options)
+        windows = training_windows(dense, options, console)
     sizes = len(windows.train), len(windows.heldout), windows.train.shape[1]
     data = WindowData(options.data, source_sha256(options.data), *sizes)
     how = overwrite, verify, revision

@@ -7,12 +7,13 @@ mask is about the loss on the text, which is not taken here.
 
 import sys
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.data.examples import Encoder
+from ladderize.adapt.data.examples import EncodedRow, Encoder
 from ladderize.adapt.data.sources import open_rows, row_of_ids
 from ladderize.adapt.data.training_data import ROWS_AT_ONCE, drawn_numbers, usual_heldout
 from ladderize.adapt.layers.options import (
@@ -24,9 +25,11 @@ from ladderize.adapt.layers.options import (
 )
 from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint
+from ladderize.console import SILENT, Console
 from ladderize.data import draw_windows, needs_tokenizer
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
+from ladderize.rows import tell_left_out
 
 LEAST_WINDOWS_HELDOUT = 8
 
@@ -43,7 +46,7 @@ class Windows:
         return torch.cat([self.train, self.heldout])
 
 
-def training_windows(checkpoint: Checkpoint, options: WindowOptions) -> Windows:
+def training_windows(checkpoint: Checkpoint, options: WindowOptions, console: Console = SILENT) -> Windows:
     """Return full windows for training and others that are held out, drawn with ``options.seed``.
 
     To align, no more rows are read than its tokens need.
@@ -57,7 +60,7 @@ def training_windows(checkpoint: Checkpoint, options: WindowOptions) -> Windows:
         count = (options.samples or tokens // seq_len + 1) + (options.heldout or 0)
         enough = 2 * (count + LEAST_WINDOWS_HELDOUT) * seq_len
     drawn = draw_windows(
-        read_rows(checkpoint, options.data, enough=enough, seed=options.seed, spare=options.spare),
+        read_rows(checkpoint, options.data, console, enough=enough, seed=options.seed, spare=options.spare),
         spec=options.data,
         positions=positions,
         seq_len=options.seq_len,
@@ -94,27 +97,45 @@ def split_windows(drawn: np.ndarray, samples: int | None, heldout: int | None, t
 
 
 def read_rows(
-    checkpoint: Checkpoint, name: str, *, enough: int | None = None, seed: int = 0, spare: int | None = 0
+    checkpoint: Checkpoint,
+    name: str,
+    console: Console = SILENT,
+    *,
+    enough: int | None = None,
+    seed: int = 0,
+    spare: int | None = 0,
 ) -> list[np.ndarray]:
-    """Return the ids of rows of files, int64 [tokens] each.
+    """Return the ids of rows of files, int64 [tokens] each. A warning tells of rows that are left out.
 
     enough: stop after so many tokens, in an order drawn with ``seed`` in which rows that a retraining with this seed
         holds out come last; None: all rows, in their order.
-    spare: rows at the end of that order that are left out; None: as many as a retraining holds out by default.
+    spare: usable rows at the end of that order that are left out; None: as many as a retraining holds out by default.
     Raises UserError for data that cannot be used.
     """
     tokenizer = load_tokenizer(checkpoint.folder) if needs_tokenizer(name) else None
     encoder = Encoder(tokenizer, sys.maxsize, checkpoint.config["vocab_size"], f"--data {name}")
-    rows, read = open_rows(name), []
+    rows = open_rows(name)
+
+    def encoded(numbers: np.ndarray) -> list[EncodedRow]:
+        return encoder.encode(rows[numbers.tolist()], numbers.tolist())
+
     spare = usual_heldout(len(rows)) if spare is None else spare
-    order = np.argsort(-drawn_numbers(len(rows), seed))[: max(1, len(rows) - spare)]
-    order = np.sort(order) if enough is None else order
-    for begin in range(0, len(order), ROWS_AT_ONCE):
-        numbers = order[begin : begin + ROWS_AT_ONCE].tolist()
-        # A conversation may be several examples, of which the last has all turns.
-        for _, parts in encoder.encode(rows[numbers], numbers):
-            read.append(parts[-1][0])
-            enough = None if enough is None else enough - len(read[-1])
-            if enough is not None and enough <= 0:
-                return read
+    order = np.argsort(-drawn_numbers(len(rows), seed))
+    end = len(rows)
+    while spare > 0 and end > 1:  # a retraining holds out usable rows only
+        end -= 1
+        spare -= not encoded(order[end : end + 1])[0].problem
+    order = order[:end] if enough is not None else np.sort(order[:end])
+    read: list[np.ndarray] = []
+    problems: list[str] = []
+    batches = (order[begin : begin + ROWS_AT_ONCE] for begin in range(0, len(order), ROWS_AT_ONCE))
+    for row in chain.from_iterable(map(encoded, batches)):
+        problems.append(row.problem)
+        if row.problem:
+            continue
+        read.append(row.examples[-1][0])  # a conversation may be several examples, of which the last has all turns
+        enough = None if enough is None else enough - len(read[-1])
+        if enough is not None and enough <= 0:
+            break
+    tell_left_out(f"--data {name}", problems, console)
     return read

@@ -236,6 +236,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
             seed=options.seed,
             heldout=options.heldout,
             eval_names=options.eval_data,
+            console=console,
         )
     if hasattr(rows, "__len__") and len(rows) < options.batch_size:
         raise UserError(
