@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import lru_cache
 from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,7 @@ def chat_template_of(
         ) from None
 
 
+@lru_cache
 def _with_fixed_date(template: str) -> str:
     """Return a template for which today is ``DATE_OF_DATA``: by ``date_string``, and by ``strftime_now``."""
     directives = [f"%{flag}{letter}" for flag in ("", "-") for letter in ascii_letters]

@@ -26,7 +26,7 @@ Scored = tuple[np.ndarray, np.ndarray]  # int64 ids and a bool mask of those tha
 # Columns of an example. row: the number of its row; shares_turns: the row has several examples, which share turns;
 # problem: why its row gives none.
 COLUMNS = ("input_ids", "scored", "length", "truncated", "row", "shares_turns", "problem")
-MARK = "\ue000"  # a character of no language
+PLACEHOLDER = "\ue000"  # a character of no language
 
 
 @dataclass(frozen=True)
@@ -230,9 +230,9 @@ def _asked_and_answered(tokenizer: Any, conversation: Conversation, number: int)
         if finished.startswith(prompt):
             return prompt, finished
     turn = conversation.messages[number]
-    marked = replace(conversation, messages=[*conversation.messages[:number], {**turn, "content": MARK}])
+    marked = replace(conversation, messages=[*conversation.messages[:number], {**turn, "content": PLACEHOLDER}])
     shown, _ = render(tokenizer, marked, as_data=True)
-    ahead, mark, behind = shown.rpartition(MARK)
+    ahead, mark, behind = shown.rpartition(PLACEHOLDER)
     is_shown = mark and isinstance(turn.get("content"), str)
     if is_shown and not number and finished.startswith(ahead):
         return ahead, finished
