@@ -143,7 +143,7 @@ def _read_turn(turn: Any, origin: str) -> tuple[dict[str, Any], int]:
     message: dict[str, Any] = _without_nulls(turn)
     if "role" not in message and "from" in message:
         role = message.pop("from")
-        if role not in SHAREGPT_ROLES:
+        if not isinstance(role, str) or role not in SHAREGPT_ROLES:
             raise UserError(f"{origin} is from {role!r}; known are {', '.join(SHAREGPT_ROLES)}")
         message = {"role": SHAREGPT_ROLES[role], "content": message.pop("value", None), **message}
     weight = message.pop("weight", 1)
