@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +18,7 @@ from ladderize.convert import pipeline
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.files import output
+from ladderize.files.temporaries import temporary_folder
 from tests import warm
 from tests.helpers import invoke, listing, one_sentence, save_llama
 from tests.test_convert import fingerprint
@@ -25,10 +27,11 @@ LADDER = Recipe(ladder="2:")
 
 # Runs a conversion and stops for ever at the moment that argv names, after creating a file that says so.
 STOPPER = """
-import os, sys, time
+import os, sys, tempfile, time
 from pathlib import Path
+from types import SimpleNamespace
 from ladderize.checkpoint import writing
-from ladderize.convert import pipeline
+from ladderize.convert import pipeline, verify
 from ladderize.files import output
 from ladderize.convert.recipe import Recipe
 source, out, moment, flag = sys.argv[1:]
@@ -41,10 +44,13 @@ if moment == "between the renames":
         calls.append(a)
         stop() if len(calls) == 3 else rename(a, b)
     os.rename = stop_between
+elif moment == "verifying":
+    tempfile.tempdir = os.path.dirname(flag)
+    verify.subprocess = SimpleNamespace(run=stop)
 else:
     module, name = moment.split(".")
     setattr({"output": output, "writing": writing}[module], name, stop)
-pipeline.convert_checkpoint(source, out, Recipe(ladder="2:"), overwrite=True, verify=False, copy=True)
+pipeline.convert_checkpoint(source, out, Recipe(ladder="2:"), overwrite=True, verify=moment == "verifying", copy=True)
 """
 
 
@@ -70,6 +76,17 @@ def test_killed_before_there_was_anything(llama, tmp_path, moment):
     assert listing(tmp_path) == ["out", "src"]
     load(tmp_path / "out")
     assert fingerprint(llama) == before
+
+
+def test_killed_while_verifying(llama, tmp_path, monkeypatch):
+    """The next run removes the code of the model that is among the system's temporaries, too."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kill_at("verifying", llama, tmp_path / "out", tmp_path)
+    assert len(listing(tmp_path)) == 3
+    with temporary_folder("verify") as in_use:
+        convert_checkpoint(llama, tmp_path / "out", LADDER)
+        assert listing(tmp_path) == sorted([in_use.name, "out", "src"])
+    assert listing(tmp_path) == ["out", "src"]
 
 
 @pytest.mark.parametrize(

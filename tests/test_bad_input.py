@@ -70,6 +70,11 @@ def gone(*names):
     return lambda source: [(source / name).unlink() for name in names or listing(source)]
 
 
+def reward_model(source):
+    config(architectures=["LlamaForSequenceClassification"])(source)
+    tensors(lambda stored: stored.update({"score.weight": stored.pop("lm_head.weight")[:1].clone()}))(source)
+
+
 Q = "model.layers.1.self_attn.q_proj.weight"
 DEEP = '{"a": ' + "[" * 5000 + "]" * 5000 + "}"
 DAMAGE = {
@@ -85,6 +90,11 @@ DAMAGE = {
     "weights are a FIFO": (fifo("model.safetensors"), "is not a regular file"),
     "rope": (config(rope_parameters={"rope_type": "magic"}), "'magic', which is not one of default, linear"),
     "pickle only": (lambda s: (s / "model.safetensors").rename(s / "pytorch_model.bin"), "only pickle weights.*save_"),
+    "variant only": (
+        lambda s: (s / "model.safetensors").rename(s / "model.fp16.safetensors"),
+        "holds model.fp16.safetensors, but neither .* rename a single file to model.safetensors",
+    ),
+    "reward model": (reward_model, "config.json says LlamaForSequenceClassification, .* such as a reward model"),
     "no weights": (gone("model.safetensors"), "holds neither"),
     "truncated": (weights(lambda raw: raw[:-9]), "is truncated"),
     "eight bytes": (weights(lambda raw: b"\xff" * 8), "truncated or not a safetensors"),

@@ -206,6 +206,9 @@ def tensors(change):
 Q = "model.layers.0.self_attn.q_proj"
 WRONG = {
     "unknown method": ("int8", quantised(quant_method="bitsandbytes"), "names the method 'bitsandbytes', but a conv"),
+    "bitsandbytes": (
+        "int8", quantised(quant_method=None, load_in_4bit=True), "names the method 'bitsandbytes', but a conversion"),
+    "no method": ("int8", quantised(quant_method=None), "names no quant_method, but a conversion knows"),
     "companion missing": ("int8", tensors(lambda t: t.pop(f"{Q}.weight_scale")), f"{Q}.weight_scale is missing"),
     "nothing quantised": (
         "modelopt", tensors(lambda t: [

@@ -166,6 +166,13 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     """Compare every tensor with the config; raises UserError where one is missing or does not fit."""
     config, stored = checkpoint.config, checkpoint.tensors
     expected = expected_tensors(config)
+    architecture = str(next(iter(config.get("architectures") or ()), ""))
+    has_other_head = "For" in architecture and not architecture.endswith("ForCausalLM")
+    if has_other_head and expected.keys() != stored.keys():
+        raise UserError(
+            f"{checkpoint.folder}: config.json says {architecture}, a model with another head than a language model's,"
+            " such as a reward model; ladderize converts ...ForCausalLM"
+        )
     for name, shape in expected.items():
         if name not in stored:
             untied = ", or should set tie_word_embeddings to true" if name in (EMBEDDING, HEAD) else ""

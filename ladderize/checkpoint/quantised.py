@@ -122,7 +122,10 @@ def quantisation_of(config: Mapping[str, Any], folder: Path | None = None) -> Qu
         return None
     if not isinstance(stated, dict):
         _refuse(f"is {str(stated)[:60]!r}, but must be an object")
-    method = stated.get("quant_method")
+    is_bitsandbytes = stated.get("load_in_4bit") or stated.get("load_in_8bit")  # which need not say so
+    method = stated.get("quant_method", "bitsandbytes" if is_bitsandbytes else None)
+    if method is None:
+        _refuse(f"names no quant_method, but a conversion knows {', '.join(QUANTISATION_METHODS)}")
     if not isinstance(method, str) or method not in QUANTISATION_METHODS:
         _refuse(f"names the method {str(method)[:60]!r}, but a conversion knows {', '.join(QUANTISATION_METHODS)}")
     for key in ("sparsity_config", "transform_config"):

@@ -174,8 +174,14 @@ def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:
 
 
 def _no_weights(folder: Path) -> UserError:
-    names = (path.name.removesuffix(".index.json") for path in folder.iterdir())
-    pickles = sorted(name for name in names if name.lower().endswith(PICKLES))
+    names = sorted(path.name.removesuffix(".index.json") for path in folder.iterdir())
+    others = [name for name in names if name.endswith(".safetensors")]
+    pickles = [name for name in names if name.lower().endswith(PICKLES)]
+    if others:
+        return UserError(
+            f"{folder} holds {', '.join(others[:3])}, but neither {WEIGHTS} nor {INDEX}; transformers reads no other"
+            f" name, so rename a single file to {WEIGHTS}, and download the index of several"
+        )
     return UserError(
         f"{folder} holds "
         + (f"only pickle weights ({', '.join(pickles[:3])})" if pickles else f"neither {WEIGHTS} nor {INDEX}")

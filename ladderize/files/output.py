@@ -2,8 +2,6 @@
 
 import errno
 import os
-import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +10,7 @@ from pathlib import Path
 from ladderize.console import sentence
 from ladderize.errors import UserError
 from ladderize.files.regular import resolved
-from ladderize.files.temporaries import fsync, fsync_tree, lock_folder, try_lock, why_unwritable
+from ladderize.files.temporaries import fsync, fsync_tree, lock_folder, locked_folder, remove_abandoned, why_unwritable
 
 
 def not_a_checkpoint(folder: Path) -> str | None:
@@ -73,17 +71,10 @@ def scratch_folder(out: Path) -> Iterator[Path]:
     made = [folder for folder in out.parents if not folder.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
     clean_up(out)
-    lock = None
-    while lock is None:  # another run may take it for an abandoned one before it is locked
-        folder = out.parent / f"{_prefix(out)}{secrets.token_hex(8)}"
-        folder.mkdir()
-        with suppress(BlockingIOError):
-            lock = lock_folder(folder)
     try:
-        yield folder
+        with locked_folder(out.parent, _prefix(out)) as folder:
+            yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
         with suppress(OSError):  # they are not empty where the run succeeded
             for parent in made:
                 parent.rmdir()
@@ -108,15 +99,7 @@ def clean_up(out: Path) -> None:
             else:
                 os.rename(aside, out)
             os.close(lock)
-    pattern = re.compile(re.escape(_prefix(out)) + "[0-9a-f]{16}")
-    for name in filter(pattern.fullmatch, os.listdir(out.parent) if out.parent.is_dir() else ()):
-        try:
-            descriptor = os.open(out.parent / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # its owner removed it just now, or it may not be opened
-            continue
-        if try_lock(descriptor):  # its writer holds it while it lives
-            shutil.rmtree(out.parent / name, ignore_errors=True)
-        os.close(descriptor)
+    remove_abandoned(out.parent, _prefix(out))
 
 
 def _take_place(temporary: Path, out: Path, overwrite: bool) -> None:

@@ -3,7 +3,9 @@
 import contextlib
 import fcntl
 import os
+import re
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,10 +77,43 @@ def fsync_tree(folder: Path) -> None:
 
 
 @contextmanager
+def locked_folder(parent: Path, prefix: str, mode: int = 0o777) -> Iterator[Path]:
+    """Yield a new folder in ``parent``, which is locked meanwhile and removed at the end.
+
+    Those of the same prefix whose process was killed are removed first.
+    """
+    remove_abandoned(parent, prefix)
+    lock = None
+    while lock is None:  # another run may take it for an abandoned one before it is locked
+        folder = parent / f"{prefix}{secrets.token_hex(8)}"
+        folder.mkdir(mode)
+        with contextlib.suppress(BlockingIOError):
+            lock = lock_folder(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_abandoned(parent: Path, prefix: str) -> None:
+    """Remove the folders that ``locked_folder`` made and whose process is gone."""
+    pattern = re.compile(re.escape(prefix) + "[0-9a-f]{16}")
+    for name in filter(pattern.fullmatch, os.listdir(parent) if parent.is_dir() else ()):
+        try:
+            descriptor = os.open(parent / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # its owner removed it just now, or it may not be opened
+            continue
+        if try_lock(descriptor):  # its process holds it while it lives
+            shutil.rmtree(parent / name, ignore_errors=True)
+        os.close(descriptor)
+
+
+@contextmanager
 def temporary_folder(purpose: str) -> Iterator[Path]:
-    """Yield a folder among the system's temporaries, which is removed at the end."""
-    with tempfile.TemporaryDirectory(prefix=f"ladderize-{purpose}-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+    """Yield a folder among the system's temporaries, which only this user may open, and which is removed at the end."""
+    with locked_folder(Path(tempfile.gettempdir()), f"ladderize-{purpose}-", 0o700) as folder:
+        yield folder
 
 
 @contextmanager
