@@ -25,6 +25,7 @@ from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, perplexity_from_nlls
 from ladderize.eval.table import result_rows
 from ladderize.eval.text import score_windows
+from ladderize.modeling import load_tokenizer
 from ladderize.ranks.group import Ranks
 from tests.helpers import (
     STORIES,
@@ -263,6 +264,44 @@ def test_a_finished_tag_is_not_run_again(pair, tmp_path, monkeypatch):
     run.evaluate([pair[0]], options, out=out, resume=True)
 
 
+def test_patterns_name_tasks_as_in_lm_eval(tmp_path):
+    """Also lm-eval's own. A task that two patterns match, or a tag and a pattern, is asked once."""
+    own = shutil.copytree(TASKS, tmp_path / "tasks")
+    with (own / "repeating.yaml").open("a") as file:
+        file.write("tag: demo_tag\n")
+    for names, expected in [
+        (("thei*", "demo_?????_word", "*y_agreement"), {"theirs", "demo_first_word", "demo_many_agreement"}),
+        (("demo_re*", "demo_tag"), {"demo_repeating"}),
+    ]:
+        asked = tasks.open_tasks(EvalOptions(tasks=names, include_path=str(own)))
+        assert {*asked.loaded} == expected
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_answer_that_joins_a_token_of_its_context_is_encoded_alone(tmp_path, monkeypatch, is_known):
+    """In our class and in lm-eval's own, for which the family is unknown. The others' scores are lm-eval's."""
+    monkeypatch.setattr("ladderize.eval.model.find_family", lambda config: is_known or None)
+    (tmp_path / "rows.jsonl").write_text('{"a": "Rep"}\n{"a": "the cat"}\n')
+    (tmp_path / "joins.yaml").write_text(
+        f"task: joins\ndataset_path: json\ndataset_kwargs: {{data_files: {tmp_path / 'rows.jsonl'}}}\n"
+        "test_split: train\noutput_type: multiple_choice\ndoc_to_text: '{{a}}'\ndoc_to_choice: [eat, ' sees']\n"
+        "doc_to_target: 0\ntarget_delimiter: ''\nmetric_list: [{metric: acc}]\nmetadata: {version: 1}\n"
+    )
+    how = ("--tasks", "joins", "--include-path", tmp_path, "--dtype", "float32", "--out", tmp_path / "r.json")
+    outcome = invoke("eval", MODEL, *how)
+    assert outcome.stderr.count("were encoded alone (1, such as 'eat' behind 'Rep')") == 1
+    model, tokenizer = load(MODEL, dtype="float32"), load_tokenizer(MODEL)
+    (path,) = json.loads((tmp_path / "r.json").read_text())["models"][0]["samples"].values()
+    answers = [json.loads(line)["filtered_resps"] for line in (tmp_path / path).read_text().splitlines()]
+    for context, texts in zip(("Rep", "the cat"), answers, strict=True):
+        for choice, (score, _) in zip(("eat", " sees"), texts, strict=True):
+            before, whole = (tokenizer(text)["input_ids"] for text in (context, context + choice))
+            answer = whole[len(before) :] or tokenizer(choice, add_special_tokens=False)["input_ids"]
+            logits = model(torch.tensor([before + answer])).logits.detach()[0, len(before) - 1 : -1].log_softmax(-1)
+            expected = logits.gather(1, torch.tensor(answer)[:, None]).sum()
+            assert float(score) == pytest.approx(float(expected), rel=1e-4)
+
+
 def test_a_model_that_answers_nan_has_no_score(tmp_path):
     """lm-eval would take the first choice of each question."""
     broken = shutil.copytree(MODEL, tmp_path / "broken")
@@ -292,7 +331,11 @@ def test_going_on_in_another_order_replaces_no_samples(pair, tmp_path):
     [
         ([], 2, "nothing to evaluate"),
         ([MODEL, "--perplexity", "x.txt"], 2, "a model is named twice"),
-        (["--tasks", "qqqq", "--include-path", TASKS], 1, "there is no task 'qqqq'"),
+        (
+            ["--tasks", "qqqq*", "--include-path", TASKS],
+            1,
+            "no task has the name 'qqqq*' or matches it",
+        ),
         ([*demo("copying"), "--apply-chat-template"], 1, "has no chat template"),
         (["--tasks", "a", "--tp-size", "2"], 2, "--tp-size 2 needs --backend vllm"),
         (["--tasks", "a", "--reference", "x"], 2, "--reference has no effect without --perplexity"),

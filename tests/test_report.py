@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
 from ladderize.console import printable
@@ -16,6 +17,7 @@ from ladderize.report.join import join_documents
 from ladderize.report.page import build_page
 from ladderize.report.tradeoff_plot import pareto_front
 from ladderize.sweep_document import StageState
+from tests.evaluations import Written
 from tests.helpers import change_json, edit_json, fresh_rng, invoke, invoke_well, one_sentence
 from tests.report_documents import (
     bench_document,
@@ -164,11 +166,46 @@ def test_without_a_score_or_a_converted_model_nothing_is_known(tmp_path):
     assert "The trade-off" not in page.sections
 
 
-def test_the_reference_has_its_mean_over_the_same_tasks(files):
-    """A group of lm-eval counts as one task in a comparison's mean, so it must in the reference's."""
-    known = {"reference_value": 0.437}
-    change_json(files / "results.json", lambda d: [one["overall"].update(known) for one in d["comparisons"]])
-    assert models_of(page_of(files))["dense"]["accuracy"] == "43.7 %"
+def test_each_accuracy_is_over_the_tasks_of_its_difference(tmp_path):
+    """Dense's over its own tasks. What the others have in common with it may be less, and is said."""
+    right = {(name, task): fresh_rng().random(90) < 0.6 for name in ("dense", "ladder", "spd") for task in ("a", "b")}
+    paths = [Written(tmp_path, name) for name in ("dense", "ladder", "spd")]
+    for name, task in [key for key in right if key != ("spd", "b")]:
+        next(path for path in paths if path.name == name).task(task, {"acc": right[name, task].astype(float).tolist()})
+    page = page_of(*(path.write() for path in paths))
+    means = {key: 100 * values.mean() for key, values in right.items()}
+    expected = {name: (means[name, "a"] + means[name, "b"]) / 2 for name in ("dense", "ladder")}
+    expected["spd"] = means["spd", "a"]
+    assert {name: row["accuracy"] for name, row in models_of(page).items()} == {
+        name: f"{value:.1f} %" for name, value in expected.items()
+    }
+    assert page.models.note == f"spd: accuracy and points are over a, over which dense has {means['dense', 'a']:.1f} %."
+
+
+def test_perplexities_and_their_changes_against_a_bootstrap(tmp_path):
+    """In the table and in the plot: intervals are of the change from dense, in pairs, and no perplexity has another."""
+    rng = fresh_rng()
+    tokens = rng.integers(60, 200, 40)
+    nlls = {"dense": rng.normal(3, 0.3, 40) * tokens}
+    nlls["ladder"] = nlls["dense"] + rng.normal(0.05, 0.02, 40) * tokens
+    written = [Written(tmp_path, name).perplexity(nll, tokens) for name, nll in nlls.items()]
+    for one in written:
+        one.model |= {"layout": str(layouts()[one.name]), **layouts()[one.name].to_config()}
+    write_document(tmp_path / "bench.json", bench_document({name: layouts()[name] for name in nlls}, SPEEDUPS))
+    page = page_of(*(one.write() for one in written), tmp_path / "bench.json")
+    draws = rng.integers(0, 40, (9999, 40))
+    resampled = {name: np.exp(nll[draws].sum(1) / tokens[draws].sum(1)) for name, nll in nlls.items()}
+    low, high = np.quantile(resampled["ladder"] - resampled["dense"], [0.025, 0.975])
+    dense, ladder = (math.exp(nll.sum() / tokens.sum()) for nll in nlls.values())
+    rows = models_of(page)
+    assert [rows[name]["perplexity"] for name in nlls] == [f"{dense:.3f}", f"{ladder:.3f}"]
+    number = re.compile(r"\+(\S+) \(\+(\S+) to \+(\S+)\)").fullmatch(rows["ladder"]["change from dense (95 %)"])
+    near = 0.1 * (high - low)
+    assert [*map(float, number.groups())] == pytest.approx([ladder - dense, low, high], abs=near)
+    assert rows["dense"]["change from dense (95 %)"] == "0.000"
+    drawn = {row["name"]: [row["y"], row["y1"], row["y2"]] for row in rows_of(page, "tradeoff-perplexity")}
+    assert drawn["dense"] == [pytest.approx(dense), None, None]
+    assert drawn["ladder"] == pytest.approx([ladder, dense + low, dense + high], abs=near)
 
 
 # ---- whose times a model has ----

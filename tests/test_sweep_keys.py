@@ -1,14 +1,19 @@
 """``ladderize sweep``: what a stage depends on decides whether it runs again."""
 
+import json
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from tests.helpers import ROOT, SHAPE, invoke_well, refusal, save_llama
+from ladderize.demo.inputs import MODEL
+from ladderize.sweep import run
+from tests.helpers import ROOT, SHAPE, invoke, invoke_json, invoke_well, refusal, save_llama
 from tests.sweeps import FAST, plan_of, planner, ran, read, rerun, set_gpus, spec, stages_here, stages_of, sweep, write
 
 
@@ -64,6 +69,54 @@ def test_other_data_and_another_model_are_noticed(place, tmp_path):
     shutil.rmtree(tmp_path / "elsewhere")
     save_llama(tmp_path / "elsewhere", seed=1)
     assert not renamed.keys() & keys(tmp_path, spec(place, **content)).keys()
+
+
+def write_task(folder: Path) -> Path:
+    """A task in ``folder/tasks`` whose data, rest and function lie elsewhere: the second word is right."""
+    for name in ("tasks", "data", "rest"):
+        (folder / name).mkdir(parents=True)
+    rows = [{"a": f"{word} and", "gold": 1} for word in ("cat", "dog", "bird", "fish", "tree", "house")]
+    (folder / "data" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rest" / "choices.py").write_text("def choices(row):\n    return [' a', ' the']\n")
+    (folder / "rest" / "rest.yaml").write_text(
+        f"dataset_path: json\ndataset_kwargs: {{data_dir: {folder / 'data'}}}\ntest_split: train\n"
+        "output_type: multiple_choice\ndoc_to_text: '{{a}}'\ndoc_to_target: gold\ntarget_delimiter: ''\n"
+        "doc_to_choice: !function choices.choices\nmetric_list: [{metric: acc}]\nmetadata: {version: 1}\n"
+    )
+    (folder / "tasks" / "task.yaml").write_text(f"include: {folder / 'rest' / 'rest.yaml'}\ntask: elsewhere\n")
+    return folder / "tasks"
+
+
+CHANGES = [("data/rows.jsonl", ": 1}", ": 0}"), ("rest/rest.yaml", "{{a}}", "{{a}}!"), ("rest/choices.py", "a'", "an'")]
+
+
+def test_what_tasks_read_elsewhere_is_noticed(tmp_path):
+    """Against eval alone; a change while the evaluation runs ends the sweep."""
+    tasks, out = write_task(tmp_path / "mine"), tmp_path / "out"
+    content = {"model": str(MODEL), "no_verify": True, "layouts": [{"ladder": "all"}]}
+    content["eval"] = {"tasks": "elsewhere", "include_path": str(tasks)}
+    before: set[str] = set()
+    for name, old, new in [("tasks/task.yaml", "", ""), *CHANGES]:
+        path = tmp_path / "mine" / name
+        path.write_text(path.read_text().replace(old, new))
+        planned = keys(tmp_path, content)
+        assert sorted(planned[key] for key in planned.keys() - before) == ["convert"] * (not before) + ["eval"] * 2
+        before |= planned.keys()
+        _, document = sweep(tmp_path, content)
+        kept = json.loads((out / document["points"][0]["results"]).read_text())["models"][0]["results"]
+        asked = ("--tasks", "elsewhere", "--include-path", tasks)
+        assert kept == invoke_json("eval", MODEL, *asked)["models"][0]["results"]
+    content["eval"]["limit"] = 2
+    run_stage = run.run_stage
+
+    def change(stage, root):
+        run_stage(stage, root)
+        (tmp_path / "mine" / "data" / "rows.jsonl").write_text('{"a": "cat and", "gold": 1}\n')
+
+    with mock.patch.object(run, "run_stage", change):
+        outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", out)
+    assert outcome.code == 1
+    assert "Error: elsewhere changed while the sweep ran" in outcome.stderr
 
 
 def test_what_is_printed_and_run_by_hand_is_taken(place, tmp_path):

@@ -139,17 +139,9 @@ class HFModel(EvalModel):
 
         is_known = find_family(self.model.config.to_dict()) is not None
         backend = LikelihoodLM if is_known else HFLM
-        lm = backend(pretrained=self.model, tokenizer=self.tokenizer, batch_size=options.batch_size, logits_cache=False)
-        ranks = self.ranks
-
-        def gather_object(obj: Any, dst: int = 0) -> list[Any] | None:
-            gathered = ranks.gather(obj)
-            return gathered if ranks.rank == dst else None
-
-        # lm-eval asks Accelerate for rank and gathering only where it has loaded the model itself
-        lm._rank, lm._world_size, lm.barrier, lm.gather_object = ranks.rank, ranks.size, ranks.barrier, gather_object
-        lm.all_gather = lambda tensor: torch.stack(ranks.gather(tensor.detach().cpu()))
-        return lm
+        return backend(
+            pretrained=self.model, tokenizer=self.tokenizer, batch_size=options.batch_size, logits_cache=False
+        )
 
     def close(self) -> None:
         del self.model

@@ -76,11 +76,11 @@ def evaluate(
         folders = [open_sound_checkpoint(name, options.revision).folder for name in names]
         if resume:
             output.models = ranks.broadcast(output.earlier())  # all ranks leave out the tasks that are done
-        manager = None
+        asked = None
         if options.tasks:
             # rank 0 downloads first, and the others use its cache
             with console.stage("reading the tasks of lm-eval"), console.contained(), ranks.main_first():
-                manager = open_tasks(options)
+                asked = open_tasks(options)
         begins: list[bool] = []  # with BOS
         for name, folder in zip(names, folders, strict=True):
             with console.stage(f"loading {name}"), console.contained():
@@ -97,8 +97,8 @@ def evaluate(
                 known = output.models.get(name)
                 output.models[name] = replace(known, model=described) if known else ModelResult(described)
                 output.save()
-                if manager is not None:
-                    run_tasks(model, manager, output, console)
+                if asked is not None:
+                    run_tasks(model, asked, output, ranks, console)
         results = output.save()
         if ranks.is_main and len(names) > 1:
             with console.stage(f"comparing with {names[0]}"):

@@ -5,12 +5,15 @@ Beside results.json lies a model's answer to each question. A sample is one line
 """
 
 import hashlib
+import inspect
+import itertools
 import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -22,12 +25,14 @@ from ladderize.choices import flag
 from ladderize.console import Console, strict_json
 from ladderize.errors import UserError
 from ladderize.eval.comparison import ComparisonDocument
+from ladderize.eval.harness import encode_joined, share_requests
 from ladderize.eval.model import EvalModel
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, ModelResult
 from ladderize.files.documents import check_writable, read_own, write_json
 from ladderize.files.regular import inside, resolved
 from ladderize.files.temporaries import replacement
+from ladderize.ranks.group import Ranks
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -38,33 +43,90 @@ MOST_NAME = 80  # characters of a model's or a task's name in a file's name
 _environment = cache(get_pretty_env_info)
 
 
-def open_tasks(options: EvalOptions) -> "TaskManager":
-    """Return lm-eval's task manager. Every task of ``options.tasks`` was found and its data opened.
+@dataclass(frozen=True)
+class AskedTasks:
+    """The tasks of ``--tasks``, found and opened.
 
+    loaded: name of a task, group or tag -> lm-eval's tasks in it.
+    """
+
+    manager: "TaskManager"
+    loaded: Mapping[str, Mapping[str, Any]]
+
+
+def open_tasks(options: EvalOptions) -> AskedTasks:
+    """Return the tasks of ``options.tasks``, which has names and patterns. The data of all were opened.
+
+    A task that an earlier name has brought is left out.
     Raises UserError for a task that does not exist or cannot be loaded, or options that do not fit it.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise UserError(f"--include-path {options.include_path} is not a folder")
     manager = _index(options)
-    for task in options.tasks:
-        if task not in manager.all_tasks:
-            raise UserError(
-                f"there is no task {task!r}; lm-eval's `lm_eval ls tasks` lists them, --include-path adds your own"
-            )
-        try:
-            loaded = manager.load([task])["tasks"]
-        except Exception as error:  # a task may run any code to get its data
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(
-                f"the task {task!r} cannot be loaded, most likely because its data set is not here: {reason}"
-            ) from error
-        fixed = [name for name, entry in loaded.items() if entry.get_config("num_fewshot") == 0]
+    loaded: dict[str, Mapping[str, Any]] = {}
+    for name in itertools.chain.from_iterable(_names(manager, asked) for asked in options.tasks):
+        content = _load(manager, name)
+        tasks = content["tasks"]
+        fixed = [task for task, entry in tasks.items() if entry.get_config("num_fewshot") == 0]
         if options.num_fewshot and fixed:
             raise UserError(
                 f"--num-fewshot has no effect on {fixed[0]}, which fixes it at 0; leave it out, or leave the task out"
             )
-    return manager
+        if content["groups"] or not tasks.keys() <= {*itertools.chain.from_iterable(loaded.values())}:
+            loaded[name] = tasks
+    return AskedTasks(manager, loaded)
+
+
+def _names(manager: "TaskManager", asked: str) -> list[str]:
+    """Return a name of ``--tasks``, or those that a pattern matches. Raises UserError where there is none."""
+    names: list[str] = [asked] if asked in manager.all_tasks else manager.match_tasks([asked])
+    if not names:
+        raise UserError(
+            f"no task has the name {asked!r} or matches it; lm-eval's `lm_eval ls tasks` lists them, and"
+            " --include-path adds your own"
+        )
+    return names
+
+
+def _load(manager: "TaskManager", name: str) -> Mapping[str, Any]:
+    """Return what lm-eval loads for a name. Raises UserError where it cannot."""
+    try:
+        content: Mapping[str, Any] = manager.load([name])
+    except Exception as error:  # a task may run any code to get its data
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"the task {name!r} cannot be loaded, most likely because its data set is not here: {reason}"
+        ) from error
+    return content
+
+
+def tasks_digest(asked: AskedTasks, file_digest: Callable[[Path], str]) -> str:
+    """Return the hash of what decides the questions and their metrics: settings, functions and all rows.
+
+    file_digest: the hash of a file's content.
+    """
+
+    def code(value: Any) -> Any:
+        """Return what stands for a function: its source, and the Python files beside it, which may help it."""
+        if isinstance(value, partial):
+            return [value.func, value.args, value.keywords]
+        is_named = inspect.isroutine(value) or inspect.isclass(value)
+        function = value if is_named else type(value)
+        if inspect.isbuiltin(function):
+            return function.__name__
+        helpers = sorted(Path(inspect.getfile(function)).parent.glob("*.py"))
+        return [inspect.getsource(function), [(path.name, file_digest(path)) for path in helpers]]
+
+    digest = hashlib.sha256()
+    for task in itertools.chain.from_iterable(tasks.values() for tasks in asked.loaded.values()):
+        settings = {"class": type(task), **task.config.to_dict(keep_callable=True)}
+        digest.update(json.dumps(settings, default=code, sort_keys=True).encode())
+        for split, rows in sorted(task.dataset.items()):
+            digest.update(repr(split).encode())
+            for batch in rows.with_format("arrow").iter(1000):
+                digest.update(repr(batch.to_pylist()).encode())
+    return digest.hexdigest()
 
 
 def _index(options: EvalOptions) -> "TaskManager":
@@ -82,27 +144,38 @@ def _index(options: EvalOptions) -> "TaskManager":
     return TaskManager(include_path=options.include_path)
 
 
-def run_tasks(model: EvalModel, manager: "TaskManager", output: "Output", console: Console) -> None:
-    """Run the tasks of an opened model that ``output`` does not have yet, each saved as soon as it is done."""
-    options, done = output.options, output.models[model.name].tasks
+def run_tasks(model: EvalModel, asked: AskedTasks, output: "Output", ranks: Ranks, console: Console) -> None:
+    """Run the tasks of an opened model that ``output`` does not have yet, each saved as soon as it is done.
 
-    def is_done(task: str) -> bool:
+    ranks: share out the questions.
+    """
+    options, done, manager = output.options, output.models[model.name].tasks, asked.manager
+
+    def is_done(name: str) -> bool:
         """Return whether the results have a task, or all tasks of a tag, which they do not name."""
-        return task in done or (bool(done) and task in manager.all_tags and {*manager.load([task])["tasks"]} <= {*done})
+        return name in done or (name in manager.all_tags and done.keys() >= asked.loaded[name].keys())
 
-    todo = [(number, task) for number, task in enumerate(options.tasks, start=1) if not is_done(task)]
+    todo = [(number, name) for number, name in enumerate(asked.loaded, start=1) if not is_done(name)]
     if not todo:
         return
     harness = model.harness(options)
     if options.apply_chat_template:
         chat_template_of(harness.tokenizer, model.name)
+    share_requests(harness, ranks)
+    joined = encode_joined(harness)
     for number, task in todo:
-        console.note(f"{model.name}: {task} ({number} of {len(options.tasks)})")
+        console.note(f"{model.name}: {task} ({number} of {len(asked.loaded)})")
         with console.contained(bars=True):
             result = run_task(harness, task, manager, options)
-        if result is not None:  # on rank 0
+        if output.writes and result is not None:
             check_numbers(result["samples"], model.name, task)
             output.add_task(model.name, result)
+    if pairs := [*itertools.chain.from_iterable(ranks.gather(joined))]:
+        context, answer = pairs[0]
+        console.warn(
+            f"{model.name}: answers that join the last token of their context were encoded alone ({len(pairs)}, such as"
+            f" {answer!r} behind {context[-20:]!r})"
+        )
 
 
 def check_numbers(samples: Mapping[str, Sequence[Mapping[str, Any]]], model: str, task: str) -> None:
@@ -121,8 +194,7 @@ def _has_nan(answer: Any) -> bool:
 def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptions) -> dict[str, Any] | None:
     """Run one task (or group) with lm-eval's ``simple_evaluate``, the seeds set anew; return its result.
 
-    ``samples`` in it has every task's answers, for each filter in the order of the questions. None on other ranks than
-    0.
+    ``samples`` in it has every task's answers. None on ranks that are not the first of their machine.
     """
     from lm_eval import simple_evaluate
 
@@ -145,9 +217,6 @@ def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptio
             torch_random_seed=options.seed,
             fewshot_random_seed=options.seed,
         )
-    for samples in result["samples"].values() if result is not None else ():  # they come rank by rank
-        filters = list(dict.fromkeys(sample["filter"] for sample in samples))
-        samples.sort(key=lambda sample, filters=filters: (filters.index(sample["filter"]), sample["doc_id"]))
     return result
 
 

@@ -92,7 +92,7 @@ def recovery_plots(content: ReportContent) -> list[ReportPlot]:
     trained = {conversion(one) for one in adapted if one.tokens}
     same = sorted((one for one in adapted if conversion(one) in trained), key=lambda one: one.tokens or 0)
     name = "difference" if any(one.difference is not None for one in same) else "perplexity"
-    measure, text = MEASURES[name]
+    measure = MEASURES[name]
     known = [(one, value) for one in same if (value := getattr(one, name)) is not None]
     if len(known) < 2:
         return []
@@ -105,7 +105,7 @@ def recovery_plots(content: ReportContent) -> list[ReportPlot]:
             "family": one.family,
             "tokens": one.tokens or 0,
             **value.fields("y"),
-            "words": f"{one.title}; {one.tokens or 0:,} tokens; {measure} {text(value)}",
+            "words": f"{one.title}; {one.tokens or 0:,} tokens; {one.scores}",
         }
         for one, value in known
         for end in dict.fromkeys(str(other.adapted) for other, _ in known if conversion(other) == conversion(one))
@@ -113,7 +113,8 @@ def recovery_plots(content: ReportContent) -> list[ReportPlot]:
     ]
     caption = (
         f"Each line is one layout and way of adapting it: {measure} against the tokens that it read; 0 tokens is the"
-        " converted model as it is. A line goes through the models that its stages made. Bars are 95 % intervals."
+        " converted model as it is. A line goes through the models that its stages made. Bars are 95 % intervals of"
+        " the difference to dense."
     )
     return [ReportPlot("recovery", "Recovery against tokens", caption, [_models_panel(rows, measure, content.margin)])]
 
@@ -130,7 +131,7 @@ def _models_panel(rows: list[dict[str, Any]], measure: str, margin: float) -> Sp
     x = quantitative("tokens", "tokens read", scale={"type": "symlog", "constant": constant}, axis=TOKENS_AXIS)
     y = quantitative("y", measure, scale={"zero": False})
     levels = []
-    if measure == MEASURES["difference"][0]:
+    if measure == MEASURES["difference"]:
         y["axis"] = {"labelExpr": SIGNED_LABEL, "tickCount": 6}
         levels = [level("y", 0), level("y", -margin, dashed=True)]
     encoding = {"x": x, "y": y, "color": family_colour(rows)}

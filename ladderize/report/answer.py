@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ladderize.eval.table import margin_text
 from ladderize.report.join import ReportContent
-from ladderize.report.models import ReportModel, Setting, Timing, perplexity_text, points_text, speedup_text
+from ladderize.report.models import ReportModel, Setting, Timing, points_text, speedup_text
 from ladderize.runtime.bench.document import ENOUGH_ROUNDS, few_rounds
 
 
@@ -48,7 +48,7 @@ def find_answer(content: ReportContent) -> Answer:
     else:
         headline = "The accuracy was not measured: `ladderize eval DENSE MODEL... --tasks A,B` does."
     if nearest is not None:
-        headline += f" The nearest to dense is {nearest.title}: {_distance(nearest)}."
+        headline += f" The nearest to dense is {nearest.title}: {nearest.scores}."
     gain = recommended.difference if recommended is not None else None
     if recommended is not None and recommended.was_trained and gain is not None and gain.value > 0:
         sentences.append(
@@ -92,13 +92,6 @@ def _nearest(others: list[ReportModel]) -> ReportModel | None:
         if measured:
             return min(measured, key=lambda pair: pair[0])[1]
     return None
-
-
-def _distance(one: ReportModel) -> str:
-    parts = [f"KL {one.divergence.text(4)} nats per token"] if one.divergence is not None else []
-    parts += [f"perplexity {perplexity_text(one.perplexity)}"] if one.perplexity is not None else []
-    parts += [f"{points_text(one.difference)} points"] if one.difference is not None else []
-    return ", ".join(parts)
 
 
 def _numbers(best: ReportModel, timing: Timing) -> str:

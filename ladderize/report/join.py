@@ -16,7 +16,6 @@ from ladderize.report.documents import FoundDocuments
 from ladderize.report.models import ReportModel, Setting, Timing, WithInterval, model_key
 from ladderize.runtime.bench.document import LEAST_ROUNDS, BenchDocument, BenchRow
 
-NORMAL_95 = 1.959964  # half the width of a 95 % interval of the normal distribution, in standard errors
 FROM_POINT = ("adapted", "tokens", "failure", "not_promoted")  # a sweep's facts about a model
 Models = dict[str, ReportModel]  # by the model's path; of other rows by the document and the row's name
 
@@ -120,9 +119,8 @@ def _add_results(models: Models, found: Sequence[tuple[Path, EvalResults]]) -> d
             one = models.setdefault(key, ReportModel("", row.model, row))
             _check_layout(one, row, path)
             one.accuracy = mean_accuracy(entry)
-            if (text := row.perplexity) is not None:
-                ends = () if text.stderr is None else (-NORMAL_95 * text.stderr, NORMAL_95 * text.stderr)
-                one.perplexity = WithInterval(text.perplexity, *(text.perplexity + end for end in ends))
+            if row.perplexity is not None:
+                one.perplexity = WithInterval(row.perplexity.perplexity)
     return places
 
 
@@ -150,8 +148,8 @@ def _compare(
             compared = stored.get(key) or compare_models(answered(dense), answered(key), margin)
             one, reference = models[key], models[dense]
             one.comparison = compared
-            if (overall := compared.overall) is not None:  # the reference's mean is over the same tasks
-                reference.accuracy, one.accuracy = overall.reference_value, overall.value
+            if (overall := compared.overall) is not None:
+                one.accuracy = overall.value  # over the tasks of the difference
                 reference.difference = WithInterval(0.0)
                 one.difference = WithInterval(overall.difference, overall.low, overall.high).scaled(100)
             if (measured := compared.predictions) is not None:
@@ -159,6 +157,8 @@ def _compare(
             if (text := compared.perplexity) is not None:
                 ends = (None if end is None else text.reference_value + end for end in (text.low, text.high))
                 one.perplexity = WithInterval(text.value, *ends)
+                one.perplexity_change = WithInterval(text.difference, text.low, text.high)
+                reference.perplexity_change = WithInterval(0.0)
             remarks |= {f"{one.name}: {words}": None for words in (*compared.left_out, *compared.remarks)}
     return list(remarks)
 

@@ -56,7 +56,12 @@ def points_text(difference: WithInterval) -> str:
 
 
 def perplexity_text(perplexity: WithInterval) -> str:
-    return perplexity.text(3)
+    """Return the number alone: its interval is that of the change, and stands beside it."""
+    return number_text(perplexity.value, 3)
+
+
+def change_text(change: WithInterval) -> str:
+    return change.text(3, sign=True)
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,8 @@ class ReportModel:
 
     row: that of the first document with it, which has its layout.
     accuracy: the mean over tasks, 0 to 1.
+    perplexity: its interval is that of the change, moved to it, as plots draw it; the reference has none.
+    perplexity_change: from the reference, in pairs.
     difference: points of mean accuracy from the reference.
     divergence: the mean KL of its predictions from the reference's, in nats per token.
     comparison: with the reference, in pairs, on the report's margin.
@@ -137,6 +144,7 @@ class ReportModel:
     not_promoted: str | None = None
     accuracy: float | None = None
     perplexity: WithInterval | None = None
+    perplexity_change: WithInterval | None = None
     difference: WithInterval | None = None
     divergence: WithInterval | None = None
     comparison: ComparisonDocument | None = None
@@ -184,6 +192,15 @@ class ReportModel:
         if self.adapted in (None, AS_CONVERTED):
             return ""
         return f"{self.adapted}, {self.tokens:,} tokens" if self.tokens else str(self.adapted)
+
+    @property
+    def scores(self) -> str:
+        """The words for its distance from the reference: divergence, perplexity, points."""
+        parts = [f"KL {self.divergence.text(4)} nats per token"] if self.divergence is not None else []
+        parts += [f"perplexity {perplexity_text(self.perplexity)}"] if self.perplexity is not None else []
+        parts += [f"a change of {change_text(self.perplexity_change)}"] if self.perplexity_change is not None else []
+        parts += [f"{points_text(self.difference)} points"] if self.difference is not None else []
+        return ", ".join(parts)
 
     @property
     def overall(self) -> PooledComparison | None:

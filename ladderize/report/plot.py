@@ -5,13 +5,12 @@ Colours are CSS variables, so that a drawing in the page follows its dark mode. 
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ladderize.console import printable
-from ladderize.report.models import WithInterval, perplexity_text, points_text
 
 Spec = dict[str, Any]
 PlotRows = Sequence[Mapping[str, Any]]  # the data of a plot; a mark is described by its row's ``words``
@@ -70,11 +69,7 @@ FAMILY_COLOURS = {
 KIND_SHAPES = {"measured": "circle", "emulated": "diamond"}
 # a row for each model
 MODEL_ROWS: Spec = {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 170}}
-# a measure of ``ReportModel`` -> its title and its text
-MEASURES: dict[str, tuple[str, Callable[[WithInterval], str]]] = {
-    "difference": ("points from dense", points_text),
-    "perplexity": ("perplexity", perplexity_text),
-}
+MEASURES = {"difference": "points from dense", "perplexity": "perplexity"}  # of ``ReportModel`` -> its title
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The table of all models, and the facts of machines and versions."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TypeVar
 from ladderize.eval.table import margin_text
 from ladderize.report.documents import FoundDocuments
 from ladderize.report.join import ReportContent
-from ladderize.report.models import ReportModel, Setting, perplexity_text, points_text, speedup_text
+from ladderize.report.models import ReportModel, Setting, change_text, perplexity_text, points_text, speedup_text
 
 # the beginnings of columns that hold no numbers
 TEXT_COLUMNS = ("model", "layout", "adapted", "within", "not promoted", "failed")
@@ -42,7 +43,8 @@ def models_table(content: ReportContent, setting: Setting | None) -> ReportTable
         if one.timed_as is not None:
             shared.setdefault(one.timed_as.name, []).append(one.name)
     words = "; ".join(f"{', '.join(names)} those of {timed}" for timed, names in shared.items())
-    note = f"* Times of another model with the same layout, on which alone speed depends: {words}." if words else ""
+    times = [f"* Times of another model with the same layout, on which alone speed depends: {words}."] if words else []
+    note = " ".join([*times, *_other_tasks(content)])
     caption = "All models" + (f". Times: {setting.words}" if setting is not None else "")
     numbers = [name for name in filled if not name.startswith(TEXT_COLUMNS)]
     return ReportTable(caption, [{name: row[name] for name in filled} for row in rows], numbers, note)
@@ -64,15 +66,32 @@ def _model_row(one: ReportModel, setting: Setting | None, margin: float) -> dict
         "points from dense (95 %)": _known(one.difference, points_text),
         f"within {margin_text(margin)}": verdict,
         f"speed-up (95 %), {kind}": _known(speed, lambda value: speedup_text(value) + star),
-        "perplexity (95 %)": _known(one.perplexity, perplexity_text),
-        "accuracy": _known(one.accuracy, lambda share: f"{100 * share:.1f} %"),
+        "perplexity": _known(one.perplexity, perplexity_text),
+        "change from dense (95 %)": _known(one.perplexity_change, change_text),
+        "accuracy": _known(one.accuracy, percent),
         "KL to dense, nats": _known(one.divergence, lambda kl: f"{kl.value:.4f}"),
-        "same top token": _known(same, lambda share: f"{100 * share:.1f} %"),
+        "same top token": _known(same, percent),
         f"prefill ms, {kind}": _known(row, lambda row: f"{row.ms['prefill']:.2f}"),
         f"decode ms, {kind}": _known(row, lambda row: f"{row.ms['decode']:.2f}"),
         "not promoted": one.not_promoted or "",
         "failed": one.failure or "",
     }
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _other_tasks(content: ReportContent) -> Iterator[str]:
+    """Yield a sentence on each list of tasks over which models were compared, but which are not all of dense's."""
+    together: dict[tuple[str, float], list[str]] = {}
+    for one in content.models:
+        if one.overall is not None:
+            together.setdefault((", ".join(one.overall.tasks), one.overall.reference_value), []).append(one.name)
+    dense = content.reference.accuracy if content.reference is not None else None
+    for (tasks, value), names in together.items():
+        if dense is not None and not math.isclose(value, dense, rel_tol=1e-9):
+            yield f"{', '.join(names)}: accuracy and points are over {tasks}, over which dense has {percent(value)}."
 
 
 def _known(value: Known | None, text: Callable[[Known], str]) -> str:

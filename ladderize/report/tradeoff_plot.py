@@ -45,10 +45,10 @@ def tradeoff_plots(content: ReportContent, first: Setting | None) -> list[Report
         is_accuracy = measure == "difference"
         margin = f" The dashed line is the margin, {margin_text(content.margin)}." if is_accuracy else ""
         caption = (
-            "From end to end. Up and to the right is better. Bars are 95 % intervals. Filled marks are on the Pareto"
-            f" front: no other model is both faster and better, intervals aside.{margin} Circles are measured; diamonds"
-            " are emulated. Small marks are models as converted, larger ones are aligned, the largest trained, with a"
-            " dot in them."
+            "From end to end. Up and to the right is better. Bars are 95 % intervals of the speed-up and of the"
+            " difference to dense. Filled marks are on the Pareto front: no other model is both faster and better,"
+            f" intervals aside.{margin} Circles are measured; diamonds are emulated. Small marks are models as"
+            " converted, larger ones are aligned, the largest trained, with a dot in them."
         )
         name = "tradeoff" if is_accuracy else "tradeoff-perplexity"
         title = f"Speed-up against {'accuracy' if is_accuracy else 'perplexity'}"
@@ -71,7 +71,6 @@ def _rows(content: ReportContent, measure: str, setting: Setting) -> list[dict[s
     sides = name_sides(
         up, across, [name_span(one.name, x) for (one, _, _), x in zip(placed, across, strict=True)], front
     )
-    title, text = MEASURES[measure]
     return [
         {
             "kind": setting.kind,
@@ -83,7 +82,7 @@ def _rows(content: ReportContent, measure: str, setting: Setting) -> list[dict[s
             **score.fields("y"),
             "front": on_front,
             "label": side,
-            "words": f"{one.title}; end to end {speedup_text(speed)}, {setting.words}; {title} {text(score)}"
+            "words": f"{one.title}; end to end {speedup_text(speed)}, {setting.words}; {one.scores}"
             f"{'; on the Pareto front' if on_front else ''}",
         }
         for (one, speed, score), on_front, side in zip(placed, front, sides, strict=True)

@@ -12,8 +12,11 @@ import torch
 from ladderize.adapt.data_files import HUB, data_files, split_weight
 from ladderize.checkpoint.opening import open_sound_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
+from ladderize.console import SILENT
 from ladderize.data import file_sha256
 from ladderize.errors import UserError
+from ladderize.eval.options import EvalOptions
+from ladderize.eval.tasks import open_tasks, tasks_digest
 from ladderize.families.registry import family_of
 from ladderize.files.regular import names_a_file, split_name
 from ladderize.files.work import run_digest
@@ -30,12 +33,18 @@ from ladderize.sweep.stages import (
     Words,
     adapt_words,
     make_stage,
+    parsed_options,
     words_of,
 )
 from ladderize.sweep.sweep_file import LINK_KEYS, AdaptStage, BenchChoice, LayoutChoice, SweepSpec
 
 MODEL_SUFFIXES = (".json", ".model", ".jinja", ".txt")  # of a checkpoint's files besides the weights
-EVAL_PACKAGES = ("torch", "transformers", "lm-eval")  # accuracies of two versions cannot be compared in pairs
+EVAL_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "lm-eval",
+)  # accuracies of two versions cannot be compared in pairs
 
 
 @dataclass
@@ -45,10 +54,12 @@ class Inputs:
 
     seen: size, time and place of each file when it was read.
     hashes: of the files that were read as a whole.
+    questions: of lm-eval's tasks, by the options of eval: the hash of their settings, functions and rows.
     """
 
     seen: dict[Path, list[int] | None] = field(default_factory=dict)
     hashes: dict[Path, str] = field(default_factory=dict)
+    questions: dict[EvalOptions, str] = field(default_factory=dict)
 
     def model(self, name: str) -> str:
         """Return the hash of a checkpoint: its weights, config and tokenizer. Raises UserError unless it is sound."""
@@ -90,14 +101,34 @@ class Inputs:
             self.hashes[path] = file_sha256(str(path))
         return self.hashes[path]
 
-    def check_unchanged(self) -> None:
-        """Raise UserError for a file that has changed since it was read."""
-        for path, before in self.seen.items():
-            if _signature(path) != before and self.hashes.get(path) != (path.is_file() and file_sha256(str(path))):
-                raise UserError(
-                    f"{path} changed while the sweep ran, so what was measured meanwhile may be of either; run the same"
-                    " command again: it keeps the stages that were complete before, and that do not depend on it"
-                )
+    def tasks(self, options: EvalOptions) -> str:
+        """Return the hash of what lm-eval's tasks ask, which is read once. Raises UserError where they cannot be
+        read."""
+        if options not in self.questions:
+            with SILENT.contained():
+                self.questions[options] = tasks_digest(open_tasks(options), self.file)
+        return self.questions[options]
+
+    def check_unchanged(self, *, asked: bool) -> None:
+        """Raise UserError for a file that has changed since it was read.
+
+        asked: lm-eval has read its tasks, so they are read again: only that shows what their files hold.
+        """
+        changed: list[object] = [
+            path
+            for path, before in self.seen.items()
+            if _signature(path) != before and self.hashes.get(path) != (path.is_file() and file_sha256(str(path)))
+        ]
+        if asked and not changed:
+            again = Inputs()
+            changed = [
+                ", ".join(options.tasks) for options, digest in self.questions.items() if again.tasks(options) != digest
+            ]
+        if changed:
+            raise UserError(
+                f"{changed[0]} changed while the sweep ran, so what was measured meanwhile may be of either; run the"
+                " same command again: it keeps the stages that were complete before, and that do not depend on it"
+            )
 
 
 def _signature(path: Path) -> list[int] | None:
@@ -192,11 +223,13 @@ class StageBuilder:
         options, has_text = self.spec.evaluation, "perplexity" in self.spec.evaluation
         model = made_by.model if made_by is not None else self.spec.model
         content = {key: self.inputs.data(options[key]) for key in ("perplexity", "include_path") if key in options}
-        packages = EVAL_PACKAGES if "tasks" in options else EVAL_PACKAGES[:2]
+        given = parsed_options(words_of("eval", ["MODEL"], {}, options)).fill(EvalOptions)
+        packages = EVAL_PACKAGES if "tasks" in options else EVAL_PACKAGES[:3]
         identity = {
             "model": made_by.key if made_by is not None else [self.digest, model],  # the report joins by its name
             "reference": [self.digest, self.spec.model if has_text else None],  # kept predictions have its name
             "options": {**options, **content},
+            "questions": self.inputs.tasks(given) if given.tasks else None,
             "versions": {package: importlib.metadata.version(package) for package in packages},
         }
         needs = (made_by,) if made_by is not None else ()

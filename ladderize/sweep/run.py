@@ -12,8 +12,6 @@ from ladderize.commands.shared import command_line
 from ladderize.console import SILENT, Console
 from ladderize.convert.inspection import ALIGNMENT, DISTILLATION
 from ladderize.errors import UsageError, UserError
-from ladderize.eval.options import EvalOptions
-from ladderize.eval.tasks import open_tasks
 from ladderize.files.documents import read_own, write_json
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import lock_folder
@@ -28,10 +26,8 @@ from ladderize.sweep.stages import (
     is_finished,
     make_folder,
     outputs_in,
-    parsed_options,
     remove_others,
     trained_folder,
-    words_of,
 )
 from ladderize.sweep.sweep_file import SweepSpec, read_sweep
 from ladderize.sweep_document import AS_CONVERTED, THEN, StageState, Status, SweepDocument, SweepPoint
@@ -55,7 +51,6 @@ def run_sweep(
     if already_started():
         raise UserError("a sweep starts the processes of its stages itself; run it without torchrun or srun")
     run = _new_run(file, out, console)
-    run.plan()  # raises for data that are not there
     root = run.planner.root
     root.mkdir(parents=True, exist_ok=True)
     try:
@@ -104,15 +99,10 @@ def find_folder(file: str | Path, out: str | Path | None = None) -> tuple[SweepS
 def _new_run(file: str | Path, out: str | Path | None, console: Console) -> "SweepRun":
     """Return a sweep about to begin."""
     spec, root = find_folder(file, out)
-    with console.stage("reading the model and the data"):
-        planner = Planner(spec, root)
-    run = SweepRun(planner, command_line("sweep", file, *(["--out", out] if out is not None else [])))
-    evaluating = run.plan().points[0].evaluating
-    if spec.evaluation is not None and evaluating is not None and not is_finished(evaluating, root):
-        options = parsed_options(words_of("eval", ["MODEL"], {}, spec.evaluation)).fill(EvalOptions)
-        with console.stage("reading the tasks of lm-eval"), console.contained():
-            if options.tasks:  # a misspelt one is told before hours of training
-                open_tasks(options)
+    typed = command_line("sweep", file, *(["--out", out] if out is not None else []))
+    with console.stage("reading the model, the data and the tasks"):
+        run = SweepRun(Planner(spec, root), typed)
+        run.plan()  # raises for data that are not there, before hours of training
     return run
 
 
@@ -199,7 +189,7 @@ def _run_all(run: SweepRun, board: Board) -> SweepDocument:
             failure = run_stage(stage, root)
         finally:
             run.running = None
-        run.planner.builder.inputs.check_unchanged()
+        run.planner.builder.inputs.check_unchanged(asked=stage.kind == "eval")
         if failure is not None:
             run.failures[stage.key] = failure
         else:
