@@ -13,7 +13,7 @@ made for.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,14 +144,38 @@ class Layout:
         layer delays them; an spd layer drops its attention sync, and if it is ladder or delayed, too, overlaps or
         delays the entering MLP sync. Raises LayoutError for layers that do not go together.
         """
-        hiding = dict.fromkeys(ladder, OVERLAPPED)
-        delayed, dropped = set(delayed), set(spd)
-        if both := delayed & hiding.keys():
+        named = {"ladder": set(ladder), "delayed": set(delayed), "spd": set(spd)}
+        for name, layers in named.items():
+            if outside := layers.difference(range(num_layers)):
+                raise LayoutError(
+                    f"{name}: {format_ranges(outside)} is out of range for a model of {num_layers} layers"
+                    f" (0 to {num_layers - 1})"
+                )
+        if both := named["ladder"] & named["delayed"]:
             raise LayoutError(f"ladder and delayed exclude each other, and both name {format_ranges(both)}")
-        hiding |= dict.fromkeys(delayed, DELAYED)
-        attention = (DROPPED if i in dropped else hiding.get(i, BLOCKING) for i in range(num_layers))
+        hiding = dict.fromkeys(named["ladder"], OVERLAPPED) | dict.fromkeys(named["delayed"], DELAYED)
+        attention = (DROPPED if i in named["spd"] else hiding.get(i, BLOCKING) for i in range(num_layers))
         mlp = (hiding.get(i + 1, BLOCKING) for i in range(num_layers))
         return cls(tuple(attention), tuple(mlp), sync_tp_size)
+
+    def with_layers(self, layers: Set[int], other: "Layout") -> "Layout":
+        """Return this layout with some layers of another one: their attention syncs and the MLP syncs entering them.
+
+        Raises LayoutError where the layers that stay and those of ``other`` need different ``sync_tp_size``.
+        """
+        apart = [i for i, mode in enumerate(self.attention_sync) if mode in APART or self.entering(i) in APART]
+        staying = [i for i in apart if i not in layers]
+        if staying and other.sync_tp_size not in (None, self.sync_tp_size):
+            raise LayoutError(
+                f"--sync-tp-size {other.sync_tp_size} is not the source's, {self.sync_tp_size}, for which layers"
+                f" {format_ranges(staying)} were delayed or dropped; name them, too, or clear them with --dense"
+                f" {format_ranges(staying)}"
+            )
+        attention = tuple(
+            other.attention_sync[i] if i in layers else mode for i, mode in enumerate(self.attention_sync)
+        )
+        mlp = tuple(other.mlp_sync[i] if i + 1 in layers else mode for i, mode in enumerate(self.mlp_sync))
+        return Layout(attention, mlp, self.sync_tp_size if staying else other.sync_tp_size)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Layout":

@@ -272,11 +272,11 @@ def test_sources_that_are_refused(llama, tmp_path, data):
     """Each lies in an order, or has weights, that an assignment of the dense model would not fit."""
     words = ("--assign", "heads,neurons", "--data", data)
     invoke_well("convert", llama, tmp_path / "assigned", *SPD, *words, "--no-verify")
-    invoke_well("convert", tmp_path / "assigned", tmp_path / "back", "--dense", "--no-verify")
+    invoke_well("convert", tmp_path / "assigned", tmp_path / "back", "--dense", "all", "--no-verify")
     invoke_well("convert", llama, tmp_path / "spd", *SPD, "--no-verify")
     align = ("--method", "align", "--distill-from", llama, "--data", data, "--no-verify", "--write", "last")
     invoke_well("adapt", tmp_path / "spd", tmp_path / "aligned", *align)
-    invoke_well("convert", tmp_path / "aligned", tmp_path / "dense again", "--dense", "--no-verify")
+    invoke_well("convert", tmp_path / "aligned", tmp_path / "dense again", "--dense", "all", "--no-verify")
     broken = save_llama(tmp_path / "broken")
     edit_tensors(broken, lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"][0].fill_(torch.nan))
     before = listing(tmp_path)

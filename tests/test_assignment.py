@@ -105,7 +105,7 @@ def test_the_dense_function_does_not_change(tmp_path, monkeypatch, extra, shards
     monkeypatch.setattr("ladderize.checkpoint.writing.READ_AT_ONCE", chunk)  # many chunks to a head, and one
     source, kv_heads = save_llama(tmp_path / "src", shards=shards, **extra), extra.get("num_key_value_heads", KV_HEADS)
     found = assignment_for(source, range(4), kv_heads=kv_heads)
-    report = convert_checkpoint(source, tmp_path / "out", Recipe(dense=True), Changes(assignment=found), verify=False)
+    report = convert_checkpoint(source, tmp_path / "out", Recipe(dense="all"), Changes(assignment=found), verify=False)
     assert report.weights["rewritten"] == len(report.weight_files_rewritten)
     written, expected = all_tensors(tmp_path / "out"), permuted(all_tensors(source), found, kv_heads)
     assert set(written) == set(expected)

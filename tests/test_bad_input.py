@@ -161,10 +161,10 @@ def test_index_that_leads_astray(tmp_path, entry, message):
     ("options", "code", "message"),
     [
         (["--spd", "all", "--sync-tp-size", "3"], 1, "3 does not divide the 8 attention heads; this model takes 1, 2"),
-        (["--spd", "all"], 2, "needs --sync-tp-size"),
+        (["--spd", "all"], 1, "need sync_tp_size, the number of virtual ranks (--sync-tp-size N)"),
         (["--delayed", "1:", "--ladder", "2", "--sync-tp-size", "4"], 1, "exclude each other, and both name 2"),
         (["--sync-tp-size", "4"], 2, "no effect without --delayed or --spd"),
-        (["--dense", "--ladder", "2:"], 2, "does not go with"),
+        (["--dense", "4:"], 1, "--dense: 4: is empty or out of range for a model of 4 layers"),
         (["--ladder", "2:", "--revision", "main"], 1, "has no revisions"),
     ],
 )
@@ -179,6 +179,7 @@ def test_wrong_options(llama, tmp_path, options, code, message):
         ("lader: 2:4", "unknown key 'lader'; known are ladder,"),
         ("ladder: 2.5", "write ranges"),
         ("spd: all\nsync_tp_size: '4'", "is '4', but must be of type int"),
+        ("dense: true", "dense is True; write ranges such as 16:32"),
         ("!!python/object/apply:os.system ['true']", "not valid YAML"),
     ],
 )

@@ -164,10 +164,15 @@ def test_the_authors_format(llama, tmp_path):
 def test_another_layout_and_back_to_dense(llama, tmp_path):
     (llama / "README.md").write_text("---\nlicense: mit\n---\n\nThe original card.\n")
     convert_checkpoint(llama, tmp_path / "a", LADDER, verify=False)
-    report = convert_checkpoint(tmp_path / "a", tmp_path / "b", Recipe(spd="all", sync_tp_size=4), verify=False)
-    assert (report.layout_before, report.layout) == ("4 layers: ladder 2:4", "4 layers: spd 0:4 (sync_tp_size 4)")
+    outcome = invoke_well("convert", tmp_path / "a", tmp_path / "b", "--spd", "1:3", "--sync-tp-size", 4, "--no-verify")
+    changed = "4 layers: ladder 2:4 -> ladder 3, spd 1:3 (sync_tp_size 4)"
+    assert f"layout   {changed}\n" in outcome.stdout
+    convert_checkpoint(llama, tmp_path / "from dense", read_recipe(tmp_path / "b" / "ladderize.yaml"), verify=False)
+    assert (tmp_path / "from dense" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
+    again = convert_checkpoint(tmp_path / "b", tmp_path / "again", Layout.from_layers(4, ladder=[0]), verify=False)
+    assert again.layout == "4 layers: ladder 0"  # a layout, as a recipe of a file, is all of it
     assert (tmp_path / "b" / "README.source.md").read_text().endswith("The original card.\n")
-    report = convert_checkpoint(tmp_path / "b", tmp_path / "c", Recipe(dense=True))
+    report = convert_checkpoint(tmp_path / "b", tmp_path / "c", Recipe(dense="all"))
     assert report.verified.model_class == "LlamaForCausalLM"
     assert json.loads((tmp_path / "c" / "config.json").read_text()) == json.loads((llama / "config.json").read_text())
     assert not list((tmp_path / "c").glob("*.py"))
@@ -252,9 +257,10 @@ def test_any_card_is_kept_and_breaks_nothing(llama, tmp_path, card, kept):
 @pytest.mark.parametrize(
     ("text", "recipe"),
     [
-        ("ladder: 16:32", Recipe(ladder="16:32")),  # YAML 1.1 reads 992 here
-        ("spd: [4, '8:12', 010]\nsync_tp_size: 2", Recipe(spd="4,8:12,10", sync_tp_size=2)),
-        ("ladder: '-16:'\ndtype: float16", Recipe(ladder="-16:", dtype="float16")),
+        ("ladder: 16:32", Recipe(ladder="16:32", dense="all")),  # YAML 1.1 reads 992 here
+        ("spd: [4, '8:12', 010]\nsync_tp_size: 2", Recipe(spd="4,8:12,10", sync_tp_size=2, dense="all")),
+        ("ladder: '-16:'\ndtype: float16\ndense: 8", Recipe(ladder="-16:", dtype="float16", dense="8")),
+        ("dtype: float16", Recipe(dtype="float16")),
     ],
 )
 def test_recipes(tmp_path, text, recipe):

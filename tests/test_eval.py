@@ -95,7 +95,7 @@ def test_the_standard_error_covers_the_truth():
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
-        (Recipe(dense=True), "3.622"),
+        (Recipe(dense="all"), "3.622"),
         (Recipe(ladder="-3:"), "5.761"),
         (Recipe(spd="all", sync_tp_size=2), "5.829"),
         (Recipe(spd="all", sync_tp_size=4, ladder="all"), "15.17"),

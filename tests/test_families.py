@@ -113,7 +113,7 @@ def test_to_a_layout_and_back(model_type, tmp_path):
     code = [{path.name for path in (tmp_path / name).glob("*.py")} for name in ("out", "again")]
     assert code[0] == code[1]
     assert invoke_json("inspect", tmp_path / "out")["model_type"] == f"ladderized_{model_type}"
-    back = convert_checkpoint(tmp_path / "out", tmp_path / "back", Recipe(dense=True), verify=False)
+    back = convert_checkpoint(tmp_path / "out", tmp_path / "back", Recipe(dense="all"), verify=False)
     assert (back.layout, back.weights) == ("4 layers: dense", {"linked": 1})
     for name in ("config.json", "model.safetensors"):
         before, after = ((tmp_path / folder / name).read_bytes() for folder in ("src", "back"))

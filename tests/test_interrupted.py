@@ -52,6 +52,6 @@ def test_killed_after_the_output_appeared(place, tmp_path, name):
 
 def test_documents_that_were_carried_on_are_of_another_output(place, tmp_path):
     invoke_well(*training_command("align", place, tmp_path / "first"))
-    invoke_well("convert", tmp_path / "first", tmp_path / "out", "--dense", "--no-verify")
+    invoke_well("convert", tmp_path / "first", tmp_path / "out", "--dense", "all", "--no-verify")
     assert (tmp_path / "out" / "alignment.json").is_file()
     assert "is not empty" in one_sentence(invoke(*training_command("align", place, tmp_path / "out")))

@@ -1,7 +1,9 @@
+import random
+
 import pytest
 
-from ladderize.convert.recipe import Recipe
-from ladderize.layout import Layout, LayoutError, RangeSyntaxError, format_ranges, parse_ranges
+from ladderize.convert.recipe import RANGE_KEYS, Recipe
+from ladderize.layout import APART, Layout, LayoutError, RangeSyntaxError, format_ranges, parse_ranges
 from tests.helpers import random_layout
 
 
@@ -56,7 +58,59 @@ def test_a_single_overlapped_sync_point_is_named():
 def test_every_layout_has_a_recipe():
     for _ in range(200):
         layout = random_layout(3)
-        assert Recipe.from_layout(layout).layout(Layout.dense(3)) == layout
+        assert Recipe.from_layout(layout).layout(random_layout(3)) == layout
+
+
+NAMES = {  # options of a layer, and the modes of its attention sync and of the MLP sync entering it
+    "dense": ("blocking", "blocking"),
+    "ladder": ("overlapped", "overlapped"),
+    "dense ladder": ("overlapped", "overlapped"),  # it clears first
+    "delayed": ("delayed", "delayed"),
+    "spd": ("dropped", "blocking"),
+    "spd ladder": ("dropped", "overlapped"),
+    "spd delayed": ("dropped", "delayed"),
+}
+
+
+def composed(source: Layout, names: list[str], ranks: int | None) -> Layout | str:
+    """Return what named layers make of a source, sync point by sync point, or what is wrong with them."""
+    layers = range(source.num_layers)
+    before = {("attention", layer): source.attention_sync[layer] for layer in layers}
+    before |= {("entering", layer): source.mlp_sync[layer - 1] for layer in layers if layer}
+    after, staying = dict(before), set()
+    for (point, layer), mode in before.items():
+        if names[layer]:
+            after[point, layer] = NAMES[names[layer]][point != "attention"]
+        elif mode in APART:
+            staying.add(layer)
+    size = (ranks or source.sync_tp_size) if {*APART} & {*after.values()} else None
+    if {*APART} & {*after.values()} and size is None:
+        return "need sync_tp_size"
+    if staying and size != source.sync_tp_size:
+        return f"{size} is not the source's, 4, for which layers {format_ranges(staying)} were"
+    attention = tuple(after["attention", layer] for layer in layers)
+    return Layout(attention, (*(after["entering", layer] for layer in layers if layer), "blocking"), size)
+
+
+def test_layers_that_are_not_named_stay():
+    for _ in range(1000):
+        source = random_layout(random.randint(1, 5))
+        names = random.choices([*NAMES, "", "", ""], k=source.num_layers)
+        options = {option: [i for i, name in enumerate(names) if option in name.split()] for option in RANGE_KEYS}
+        ranges = {option: ",".join(map(str, layers)) for option, layers in options.items() if layers}
+        ranks = random.choice([None, 2, 4]) if ranges.keys() & {"delayed", "spd"} else None
+        recipe, expected = Recipe(**ranges, sync_tp_size=ranks), composed(source, names, ranks)
+        if isinstance(expected, Layout):
+            assert recipe.layout(source) == expected, (source, names, ranks)
+        else:
+            with pytest.raises(LayoutError, match=expected):
+                recipe.layout(source)
+
+
+@pytest.mark.parametrize("named", [{"ladder": range(6, 9)}, {"delayed": [8]}, {"spd": [-1, 0]}])
+def test_named_layers_that_the_model_lacks(named):
+    with pytest.raises(LayoutError, match=rf"{next(iter(named))}: \S+ is out of range for a model of 8 layers"):
+        Layout.from_layers(8, **named, sync_tp_size=2)
 
 
 @pytest.mark.parametrize(("value", "ladder"), [(2, [2, 3]), ([0, 3], [0, 3]), (0, []), ([], [])])

@@ -141,7 +141,7 @@ def test_what_transformers_loads(tmp_path, name):
     ours, theirs = (one.lm_head.weight is one.model.embed_tokens.weight for one in (converted, plain))  # tied
     assert ours == theirs
     torch.testing.assert_close(run(tmp_path / "out", ids), logits(converted.eval(), ids), **CLOSE)
-    convert_checkpoint(tmp_path / "out", tmp_path / "dense", Recipe(dense=True), verify=False)
+    convert_checkpoint(tmp_path / "out", tmp_path / "dense", Recipe(dense="all"), verify=False)
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").eval()
     torch.testing.assert_close(logits(dense, ids), expected, **CLOSE)
 

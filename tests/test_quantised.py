@@ -69,7 +69,7 @@ def test_there_and_back(sources, tmp_path, name):
     assert "no tokenizer" in last
     assert ("**Warning.** The static scales of activations" in body) == measured
     assert "retrain the unquantised model" in body
-    convert_checkpoint(tmp_path / "out", tmp_path / "back", Recipe(dense=True), verify=False)
+    convert_checkpoint(tmp_path / "out", tmp_path / "back", Recipe(dense="all"), verify=False)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == before
     for folder in ("out", "back"):
         assert (tmp_path / folder / "model.safetensors").samefile(source / "model.safetensors")
@@ -179,7 +179,7 @@ def test_other_families(tmp_path, model_type):
     assert shown["model_type"] == f"ladderized_{model_type}"
     assert shown["quantisation"].startswith("compressed-tensors ")
     compare(tmp_path / "out", source, "int8")
-    invoke_well("convert", tmp_path / "out", tmp_path / "back", "--dense", "--no-verify")
+    invoke_well("convert", tmp_path / "out", tmp_path / "back", "--dense", "all", "--no-verify")
     config, back = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "back"))
     assert back == config
     assert (tmp_path / "back" / "model.safetensors").samefile(source / "model.safetensors")

@@ -51,7 +51,7 @@ def convert(given: GivenOptions) -> None:
     """Convert a checkpoint to a layout of overlapped, delayed and dropped all-reduces.
 
     Weights keep their values, except with --dtype. --assign and --assignment change the order of heads and neurons,
-    which changes nothing in a dense model.
+    which changes nothing in a dense model. Layers that no option names stay as they are in SRC.
     """
     from ladderize.convert.pipeline import convert_checkpoint
 
@@ -76,7 +76,7 @@ def convert(given: GivenOptions) -> None:
     if dry_run:
         console.table(report.layers, right=["layer"])
         console.result("")
-    console.result(f"layout   {report.layout}")
+    console.result(f"layout   {_layout_in_words(report)}")
     console.result(
         f"weights  {human_bytes(report.weight_bytes)} in {len(report.weight_files)} files, {_weights_in_words(report)}"
     )
@@ -121,6 +121,12 @@ def asked_recipe(given: GivenOptions) -> Recipe:
     if clash := [name for name in given.names if name in names_of(Recipe)]:
         raise UsageError(f"--recipe and {flag(clash[0])} cannot be combined; give one of them")
     return read_recipe(recipe)
+
+
+def _layout_in_words(report: "ConversionReport") -> str:
+    if report.layout == report.layout_before:
+        return report.layout
+    return f"{report.layout_before} -> {report.layout.partition(' layers: ')[2]}"
 
 
 def _weights_in_words(report: "ConversionReport") -> str:

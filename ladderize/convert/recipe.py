@@ -10,13 +10,15 @@ from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
 from ladderize.layout import Layout, LayoutError, format_ranges, parse_ranges
 
-TEXT_KEYS = ("ladder", "delayed", "spd")  # may be numbers in YAML
+RANGE_KEYS = ("dense", "ladder", "delayed", "spd")  # may be numbers in YAML
 RANGES = "half-open, comma-separated: 16:32, :8, -16:, 4,8:12 or all"
 
 
 @dataclass(frozen=True)
 class Recipe:
     """The options that decide what ``ladderize convert`` computes; None leaves it as in the source.
+
+    Layers that none names stay as they are in the source.
 
     attention_sync, mlp_sync: the modes of all layers, for a layout that no names of layers compile to.
     Raises UsageError or LayoutError for options that contradict each other.
@@ -33,8 +35,12 @@ class Recipe:
         "With --delayed and --spd: TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide"
         " it.",
         min=1,
+        shown="as in SRC",
     )
-    dense: bool = option("Make every sync point blocking again: the family's own plain model.", False)
+    dense: str | None = option(
+        "Layers to make blocking again before the others are named; all: the family's own plain model.",
+        metavar="RANGES",
+    )
     dtype: Literal["float32", "float16", "bfloat16"] | None = option(
         "Dtype to store weights in: float32, bfloat16 or float16.", metavar="DTYPE", shown="as in SRC"
     )
@@ -44,33 +50,23 @@ class Recipe:
 
     @classmethod
     def from_layout(cls, layout: Layout) -> "Recipe":
-        """Return the recipe that makes this layout: by names of layers where such names compile to it."""
-        if layout.is_dense:
-            return cls(dense=True)
+        """Return the recipe that makes this layout of any source: by names of layers where such names compile to
+        it."""
         named = {"ladder": layout.ladder_layers, "delayed": layout.delayed_layers, "spd": layout.spd_layers}
         ranks = layout.sync_tp_size if named["delayed"] or named["spd"] else None  # of single sync points no name tells
         if Layout.from_layers(layout.num_layers, **named, sync_tp_size=ranks) != layout:
             return cls(sync_tp_size=layout.sync_tp_size, attention_sync=layout.attention_sync, mlp_sync=layout.mlp_sync)
         ladder, delayed, spd = (format_ranges(own) if own else None for own in named.values())
-        return cls(ladder=ladder, delayed=delayed, spd=spd, sync_tp_size=ranks)
+        return cls(dense="all", ladder=ladder, delayed=delayed, spd=spd, sync_tp_size=ranks)
 
     def __post_init__(self) -> None:
         check_options(self)
         modes = [key for key in (self.attention_sync, self.mlp_sync) if key is not None]
-        if self.dense and self.names_layers:
+        if modes and (len(modes) == 1 or self.ranges):
             raise UsageError(
-                "--dense makes every sync point blocking; it does not go with --ladder, --delayed or --spd"
+                "attention_sync and mlp_sync say every mode: they go together, without dense, ladder, delayed and spd"
             )
-        if modes and (len(modes) == 1 or any(own is not None for own in self.ranges.values())):
-            raise UsageError(
-                "attention_sync and mlp_sync say every mode: they go together, without ladder, delayed and spd"
-            )
-        apart = [name for name in ("delayed", "spd") if self.ranges[name] is not None]
-        if apart and self.sync_tp_size is None:
-            raise UsageError(
-                f"--{apart[0]} needs --sync-tp-size N, the number of ranks that the sync points are made for"
-            )
-        if self.sync_tp_size is not None and not apart and not modes:
+        if self.sync_tp_size is not None and not modes and self.delayed is None and self.spd is None:
             raise UsageError(
                 "--sync-tp-size has no effect without --delayed or --spd; leave it out, or name their layers"
             )
@@ -78,39 +74,44 @@ class Recipe:
             Layout(self.attention_sync, self.mlp_sync, self.sync_tp_size)  # raises LayoutError
 
     @property
-    def ranges(self) -> dict[str, str | None]:
-        """The layers of each name, as they were given."""
-        return {"ladder": self.ladder, "delayed": self.delayed, "spd": self.spd}
+    def ranges(self) -> dict[str, str]:
+        """The ranges that were given, by option."""
+        texts = {name: getattr(self, name) for name in RANGE_KEYS}
+        return {name: text for name, text in texts.items() if text is not None}
 
     @property
     def names_layers(self) -> bool:
         """True if the recipe names layers or modes; ``dense`` alone does not."""
-        return any(own is not None for own in (*self.ranges.values(), self.attention_sync))
+        return bool(self.ranges.keys() - {"dense"}) or self.attention_sync is not None
 
     def layout(self, source: Layout) -> Layout:
-        """Return the layout that this recipe makes of a source's layout; raises LayoutError for ranges that do not
-        fit."""
+        """Return the layout that this recipe makes of a source's layout.
+
+        Named layers replace what they were in the source, and all others stay. Raises LayoutError for ranges that do
+        not fit, and for a ``sync_tp_size`` other than that of layers that stay.
+        """
         layers = source.num_layers
-        if self.dense:
-            return Layout.dense(layers)
-        if not self.names_layers:
-            return source
         if self.attention_sync is not None and self.mlp_sync is not None:
             layout = Layout(self.attention_sync, self.mlp_sync, self.sync_tp_size)
             layout.check_layers(layers)
             return layout
-        given = {name: own for name, own in self.ranges.items() if own is not None}
-        named = {name: parse_ranges(own, layers, option=f"--{name}") for name, own in given.items()}
-        return Layout.from_layers(layers, **named, sync_tp_size=self.sync_tp_size)
+        named = {name: parse_ranges(text, layers, option=f"--{name}") for name, text in self.ranges.items()}
+        changed = set().union(*named.values())
+        named.pop("dense", None)
+        ranks = self.sync_tp_size or source.sync_tp_size if named.keys() & {"delayed", "spd"} else None
+        return source.with_layers(changed, Layout.from_layers(layers, **named, sync_tp_size=ranks))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options that were given, so the YAML reads like the command line."""
-        return {key: value for key, value in asdict(self).items() if value not in (None, False)}
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 def read_recipe(path: Path) -> Recipe:
     """Return the recipe in a recipe file, or under the key ``recipe`` of a ladderize.yaml; raises UserError for a
-    malformed one."""
+    malformed one.
+
+    A file describes the whole layout: where it names layers and does not say ``dense``, all others are dense.
+    """
     document = read_yaml(path, advice=" (a range that ends in a colon needs quotes)")
     if isinstance(document, dict) and "recipe" in document:
         document = document["recipe"]
@@ -122,7 +123,9 @@ def read_recipe(path: Path) -> Recipe:
         if key not in kinds:
             raise UserError(f"{path}: unknown key {key!r}; known are {', '.join(kinds)}")
         where = f"{path}: {key}"
-        given[key] = _text(value, where) if key in TEXT_KEYS else read_value(kinds[key], value, where)
+        given[key] = _text(value, where) if key in RANGE_KEYS else read_value(kinds[key], value, where)
+    if given.keys() & {"ladder", "delayed", "spd"}:
+        given.setdefault("dense", "all")
     if given.get("assignment") is not None:
         given["assignment"] = str(path.parent / given["assignment"])  # relative to the recipe's folder
     try:

@@ -127,7 +127,7 @@ def test_retrained_weights_are_known_as_such(place, tmp_path):
     assert "retrained   full: layers 0:4 of " in shown.stdout
     assert f"taught by {place / 'dense'}" in shown.stdout
     assert invoke("inspect", place / "both").stdout.count("retrained") == 0
-    outcome = invoke_well("convert", out, tmp_path / "dense", "--dense", "--no-verify")
+    outcome = invoke_well("convert", out, tmp_path / "dense", "--dense", "all", "--no-verify")
     assert "Warning: the weights were retrained (full) for another layout (4 layers: " in outcome.stderr
     card = (tmp_path / "dense" / "README.md").read_text()
     assert "**Warning.** The weights were retrained (full) for another layout" in card
