@@ -97,6 +97,9 @@ class Closed(torch.Tensor):
         self.scale = weight.abs().amax(1, keepdim=True) / 127
         self.numbers = torch.round(weight / self.scale).to(torch.int8)
 
+    def __tensor_flatten__(self):
+        return ["numbers", "scale"], None
+
     def dequantize(self):
         return self.numbers * self.scale
 

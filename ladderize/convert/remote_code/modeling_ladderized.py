@@ -234,9 +234,9 @@ def base_linear(projection):
 
 def reads_otherwise(linear):
     """Return whether a linear layer may quantise what it reads: each rank then quantises its own part. Its forward was
-    exchanged, as compressed-tensors does, or its weight is a tensor of another class, as torchao's are."""
+    exchanged, as compressed-tensors does, or its weight is a tensor made of others, as torchao's are."""
     is_exchanged = "forward" in vars(linear) and not hasattr(linear, "_hf_hook")
-    return is_exchanged or type(linear.weight) not in (torch.Tensor, nn.Parameter)
+    return is_exchanged or hasattr(linear.weight, "__tensor_flatten__")
 
 
 def sliceable(projection, inputs):
