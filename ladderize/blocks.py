@@ -5,7 +5,7 @@ converted checkpoint carries, so nothing here defines a second time what a layou
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -92,18 +92,19 @@ class Blocks:
     def config(self) -> Mapping[str, Any]:
         return self.checkpoint.config
 
-    def read(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """Yield whole tensors by name, in order, as ``dtype`` on ``device``."""
-        for name in names:
-            yield read_tensor(
-                self.checkpoint.folder, self.checkpoint.tensors[name], dtype=self.dtype, device=self.device
-            )
+    def read(self, name: str, *, as_stored: bool = False) -> Tensor:
+        """Return a whole tensor on ``device``, as ``dtype`` or in the dtype that it is stored in."""
+        checkpoint, dtype = self.checkpoint, None if as_stored else self.dtype
+        return read_tensor(checkpoint.folder, checkpoint.tensors[name], dtype=dtype, device=self.device)
 
-    def weights(self, layer: int) -> dict[str, Tensor]:
-        """Return the parameters of one layer by their names within it, such as ``self_attn.q_proj.weight``."""
+    def weights(self, layer: int, *, as_stored: bool = False) -> dict[str, Tensor]:
+        """Return the parameters of one layer by their names within it, such as ``self_attn.q_proj.weight``.
+
+        as_stored: each in the dtype that it is stored in.
+        """
         prefix = f"model.layers.{layer}."
         names = [name for name in self.checkpoint.tensors if name.startswith(prefix)]
-        return {name.removeprefix(prefix): tensor for name, tensor in zip(names, self.read(names), strict=True)}
+        return {name.removeprefix(prefix): self.read(name, as_stored=as_stored) for name in names}
 
     def layer(self, index: int, layout: Layout, weights: Mapping[str, Tensor] | None = None) -> torch.nn.Module:
         """Return layer ``index`` of ``layout``, in eval mode.
@@ -221,7 +222,7 @@ class Blocks:
     def _end(self, name: str) -> Tensor:
         """Return the embedding, the final norm or the LM head, read once and kept."""
         if name not in self._ends:
-            (self._ends[name],) = self.read([name])
+            self._ends[name] = self.read(name)
         return self._ends[name]
 
 

@@ -222,7 +222,8 @@ def test_every_projection_gets_the_ridge_that_serves_held_out_tokens(stored, mon
     rows = RankRows(prior)
     rows.add(x, y)
     judged = [([heldout[0]], heldout[1])]
-    reports = refit(["a", "b"], projections, [rows], judged, ridges, ALONE, stored)
+    dtypes = {f"{name}.{kind}": stored for name in "ab" for kind in ("weight", "bias")}
+    reports = refit(["a", "b"], projections, [rows], judged, ridges, ALONE, dtypes)
     for report, projection, (tried, errors, best, _) in zip(reports, projections, expected, strict=True):
         assert report.ridge == best
         assert errors[None] - errors[best] >= (errors[None] - min(errors.values())) / 1.02

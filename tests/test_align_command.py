@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from itertools import takewhile
 from unittest import mock
@@ -120,6 +121,28 @@ def test_write_best_writes_nothing_that_got_worse(pair, tmp_path):
     assert "layers up to 3 are already aligned" in written.stderr
     assert "perplexity rose" in written.stderr
     assert listing(tmp_path) == sorted([*PLACE, "out"])
+
+
+@pytest.mark.parametrize("method", ["align", "blocks", "full", "spd"])
+@pytest.mark.parametrize("wide", ["norm", "proj"])
+def test_every_tensor_keeps_its_own_dtype(place, tmp_path, method, wide):
+    """The others are bfloat16. The same run on equal weights in float32, rounded once, gives the same."""
+    for run in ("mixed", "float32"):
+        shutil.copytree(place, tmp_path / run)
+        for model in (tmp_path / run / "dense", tmp_path / run / "spd"):
+            change_weights(model, lambda name, tensor: tensor if wide in name else tensor.bfloat16())
+            if run == "float32":
+                change_weights(model, lambda _, tensor: tensor.float())
+        invoke_well(*training_command(method, tmp_path / run, tmp_path / run / "out"), "--dtype", "float32")
+    before, mixed, exact = (all_tensors(tmp_path / folder) for folder in ("mixed/spd", "mixed/out", "float32/out"))
+    changed = {name for name, tensor in exact.items() if not torch.equal(tensor, before[name].float())}
+    if wide == "norm" and method == "align":  # what comes after reads what was rounded
+        changed &= {f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")}
+    assert {name: tensor.dtype for name, tensor in mixed.items()} == {name: x.dtype for name, x in before.items()}
+    assert changed
+    for name, tensor in mixed.items():
+        if name in changed or "norm" in name:
+            assert torch.equal(tensor, exact[name].to(tensor.dtype)), name
 
 
 # ---- killed, and several processes ----

@@ -34,7 +34,7 @@ DEVICE = torch.device("cpu")
 def streams(blocks, layout, ids):
     """The complete streams of a whole transformers model, before every layer and after the last, not normed."""
     model = LadderizedLlamaForCausalLM(blocks.model_config(layout)).eval()
-    model.load_state_dict(dict(zip(names := list(blocks.checkpoint.tensors), blocks.read(names), strict=True)))
+    model.load_state_dict({name: blocks.read(name) for name in blocks.checkpoint.tensors})
     model.model.norm = torch.nn.Identity()
     with torch.no_grad():
         return model(input_ids=ids, output_hidden_states=True).hidden_states

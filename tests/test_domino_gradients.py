@@ -80,12 +80,14 @@ def reference(case):
     """Losses and gradients of one process, in float32: transformers."""
     checkpoint = read_checkpoint(case.folder)
     layout, how = Layout.from_config(checkpoint.config), {"gradient_checkpointing": case.recompute}
-    student = make_student(open_model(checkpoint, layout, CPU), torch.float32, trained=case.trained, **how)
+    student = make_student(
+        open_model(checkpoint, layout, CPU, torch.float32), torch.float32, trained=case.trained, **how
+    )
     named = student.model.named_parameters()
     parameters = {file_name(name): parameter for name, parameter in named if parameter.requires_grad}
     teacher = None
     if case.teacher is not None:
-        dense = open_model(read_checkpoint(case.teacher), Layout.dense(layout.num_layers), CPU)
+        dense = open_model(read_checkpoint(case.teacher), Layout.dense(layout.num_layers), CPU, torch.float32)
         teacher = make_teacher(dense, torch.float32, student)
     losses = []
     for tensors in case.micros:

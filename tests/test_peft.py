@@ -86,6 +86,48 @@ def test_calling_the_whole_module_is_exact(name, slow_calls):
         torch.testing.assert_close(gradient, slow_gradients[key], **TIGHT)
 
 
+class Closed(torch.Tensor):
+    """A weight of int8 numbers and scales, as torchao's: floats to look at, which nothing but a product may read."""
+
+    @staticmethod
+    def __new__(cls, weight):
+        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+
+    def __init__(self, weight):
+        self.scale = weight.abs().amax(1, keepdim=True) / 127
+        self.numbers = torch.round(weight / self.scale).to(torch.int8)
+
+    def __tensor_flatten__(self):
+        return ["numbers", "scale"], None
+
+    def dequantize(self):
+        return self.numbers * self.scale
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            return function(args[0], args[1].dequantize(), *args[2:])
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(function)
+
+
+@pytest.mark.parametrize("name", ["spd all 4", "delayed more ranks than kv heads", "every mode", "spd with biases"])
+def test_a_weight_that_cannot_be_viewed_is_multiplied_whole(name, slow_calls):
+    model, ids = make_model(name).requires_grad_(False), random_ids(2, 7)
+    plain = copy.deepcopy(model)
+    for module, other in zip(model.modules(), plain.modules(), strict=True):
+        if isinstance(module, nn.Linear) and module is not model.lm_head:
+            module.weight = nn.Parameter(Closed(module.weight), requires_grad=False)
+            other.weight.copy_(module.weight.dequantize())
+    torch.testing.assert_close(model(ids).logits, Oracle(plain.state_dict(), plain.config)(ids)[0], **TIGHT)
+    assert {*slow_calls} == {"Linear"}
+
+
 def test_dropout_is_drawn_once_for_all_ranks():
     """With one mask for all ranks, equal inputs and equal weight rows give equal outputs on every rank."""
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ LAYERS = SHAPE["num_hidden_layers"]
 
 def oracle_nll(blocks, layout, windows):
     """Summed nats of each window under a layout, every rank apart."""
-    weights = dict(zip(names := list(blocks.checkpoint.tensors), blocks.read(names), strict=True))
+    weights = {name: blocks.read(name) for name in blocks.checkpoint.tensors}
     ids = torch.from_numpy(windows)
     logits, _ = Oracle(weights, blocks.model_config(layout))(ids)
     likely = logits.double().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])

@@ -48,10 +48,10 @@ def hf_training(folder: Path, dense: Path, device: torch.device, *, everything: 
         accelerator = open_accelerator(device.type)
         assert accelerator.device.type == device.type
         checkpoint, teacher = open_checkpoint(str(folder)), open_checkpoint(str(dense))
-        model = open_model(checkpoint, Layout.from_config(checkpoint.config), device)
+        model = open_model(checkpoint, Layout.from_config(checkpoint.config), device, torch.float32)
         trained = trained_tensors(checkpoint.tensors, range(LAYERS), everything)
         student = make_student(model, torch.float32, trained=trained)
-        taught = make_teacher(open_model(teacher, Layout.dense(LAYERS), device), torch.float32, student)
+        taught = make_teacher(open_model(teacher, Layout.dense(LAYERS), device, torch.float32), torch.float32, student)
         yield HFTraining(accelerator, student, taught)
     finally:
         reset_accelerate()

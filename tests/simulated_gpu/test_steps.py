@@ -110,7 +110,7 @@ def test_the_host_waits_once(folders, monkeypatch, name, make):
         with make(folders.get(name, folders["spd"]), folders["dense"], device, gpu) as model:
             if name == "answers":
                 model.teacher = None
-            loop, batches = Loop(model, rows, [], OPTIONS, None, SILENT), micro_batches(rows, OPTIONS, model, 0)
+            loop, batches = Loop(model, rows, [], OPTIONS, None, SILENT, {}), micro_batches(rows, OPTIONS, model, 0)
             loop.accelerator.gradient_accumulation_steps = OPTIONS.batch_size // OPTIONS.micro_batch_size
             for _ in range(2):
                 if gpu is not None:

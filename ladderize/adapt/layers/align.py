@@ -151,7 +151,7 @@ def aligned_layers(
             weights = files.weights(index)
         dense = Side(teacher, index, dense_layout, computed(dense_weights(index), teacher))
         side = Side(teacher, index, student.layout, computed(weights, teacher))
-        stored = next(iter(weights.values())).dtype
+        stored = {name: tensor.dtype for name, tensor in weights.items()}
         layer = LayerAlignment(dense, side, streams, ridges=ridges, stored=stored)
         reports = layer.run(solve=index in student.layers and index not in done)
         # Unsolved projections keep their stored bits.

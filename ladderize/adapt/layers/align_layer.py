@@ -243,10 +243,19 @@ class Side:
 
 
 class LayerAlignment:
-    """One layer of both models, with the streams that enter it. ``run`` replaces these by the streams that leave it."""
+    """One layer of both models, with the streams that enter it. ``run`` replaces these by the streams that leave it.
+
+    stored: the dtypes that the converted layer's tensors are stored in.
+    """
 
     def __init__(
-        self, dense: Side, converted: Side, streams: Streams, *, ridges: Sequence[float], stored: torch.dtype
+        self,
+        dense: Side,
+        converted: Side,
+        streams: Streams,
+        *,
+        ridges: Sequence[float],
+        stored: Mapping[str, torch.dtype],
     ) -> None:
         self.dense, self.converted, self.streams, self.ridges, self.stored = dense, converted, streams, ridges, stored
 

@@ -26,9 +26,14 @@ from ladderize.ranks.group import Ranks
 LayerWeights = Callable[[int], Mapping[str, Tensor]]  # of a layer, by their names within it
 
 
-def assigned_weights(blocks: Blocks, assignment: RankAssignment | None, layer: int) -> dict[str, Tensor]:
-    """Return a layer's weights with heads and neurons where the assignment puts them; None: where they lie."""
-    weights = blocks.weights(layer)
+def assigned_weights(
+    blocks: Blocks, assignment: RankAssignment | None, layer: int, *, as_stored: bool = False
+) -> dict[str, Tensor]:
+    """Return a layer's weights with heads and neurons where the assignment puts them; None: where they lie.
+
+    as_stored: each in the dtype that it is stored in.
+    """
+    weights = blocks.weights(layer, as_stored=as_stored)
     return weights if assignment is None else assignment.permuted(layer, weights, blocks.config)
 
 
@@ -36,7 +41,7 @@ def assigned_weights(blocks: Blocks, assignment: RankAssignment | None, layer: i
 class StudentBlocks:
     """The layers of a model of ``layout`` that are to be rewritten.
 
-    weights: returns the initial weights of a layer, in the dtype that is stored.
+    weights: returns the initial weights of a layer, each in the dtype that it is stored in.
     """
 
     layout: Layout

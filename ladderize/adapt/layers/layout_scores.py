@@ -7,7 +7,7 @@ weights of its own: a layer is solved, the windows that are scored pass through 
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from ladderize.adapt.layers.align import (
     LayerReport,
     aligned_layers,
-    computed,
     warn_of_few,
     with_random,
 )
@@ -25,7 +24,7 @@ from ladderize.adapt.layers.layer_files import StudentBlocks
 from ladderize.adapt.layers.options import layers_to_align
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, State, check_finite, complete, window_nlls
-from ladderize.checkpoint.config import parameter_count, stored_dtype
+from ladderize.checkpoint.config import parameter_count
 from ladderize.console import Console, human_bytes
 from ladderize.layout import BLOCKING, Layout
 from ladderize.memory import check_room
@@ -143,8 +142,7 @@ class AlignedLayouts:
         # float16 has too small a range to align in; adapt does the same
         half = blocks.dtype == torch.float16
         self.teacher = Blocks(checkpoint, torch.bfloat16, blocks.device) if half else blocks
-        stored = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), blocks.device)
-        self.weights = lru_cache(maxsize=1)(stored.weights)
+        self.weights = lru_cache(maxsize=1)(partial(blocks.weights, as_stored=True))
         self.ranks = Ranks(0, 1, blocks.device)
 
     def __call__(self, layout: Layout, scored: Tensor, advance: Callable[[int], None] = lambda n: None) -> np.ndarray:
@@ -165,7 +163,8 @@ class AlignedLayouts:
             if made is not None:
                 weights, report = next(made)
                 advance(1 if report.projections else 0)
-            return self.blocks.layer(index, layout, computed(weights, self.blocks))
+            loaded = {name: tensor.to(self.blocks.dtype) for name, tensor in weights.items()}
+            return self.blocks.layer(index, layout, loaded)
 
         nll = window_nlls(self.blocks, layer_at, scored, batch_size=usual_batch(scored.numpy()))
         check_finite(float(nll.sum()), f"the log-likelihood of {self.blocks.checkpoint.folder} as {layout}")

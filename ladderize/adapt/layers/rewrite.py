@@ -195,12 +195,9 @@ def rewrite_layers(
     """
     options, ranks, console = task.options, task.ranks, task.console
     teacher, converted = (Blocks(each, task.dtype, ranks.device) for each in (task.dense, task.source))
-    stored_dense, stored = (
-        Blocks(each, getattr(torch, stored_dtype(each)), ranks.device) for each in (task.dense, task.source)
-    )
-    student = StudentBlocks(layout, layers, partial(assigned_weights, stored, assignment))
+    student = StudentBlocks(layout, layers, partial(assigned_weights, converted, assignment, as_stored=True))
     students = assignment_of(task.source) if assignment is None else assignment
-    dense_weights = partial(assigned_weights, stored_dense, students)
+    dense_weights = partial(assigned_weights, teacher, students, as_stored=True)
     job = LayerJob(teacher, converted, student, dense_weights, task.windows, work.files, ranks, console)
     if isinstance(options, BlockwiseOptions):
         distill(job, options)

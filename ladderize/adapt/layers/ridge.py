@@ -5,7 +5,7 @@ x^T + l W_0) (sum x x^T + l I)^-1. Directions that the data do not determine sta
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -171,14 +171,14 @@ def refit(
     heldout: Batches,
     ridges: Sequence[float],
     ranks: Ranks,
-    stored: torch.dtype,
+    stored: Mapping[str, torch.dtype],
 ) -> list[ProjectionReport]:
     """Solve the projections anew in place; each keeps its old weights unless its error on held-out tokens falls.
 
     parts: of the virtual ranks.
     heldout: the ranks hold different tokens.
     ridges: the strongest first; a weaker one must gain ``WORTH_LESS_RIDGE`` more, and ``FITS_NOISE`` ends the trials.
-    stored: the dtype that weights are rounded to.
+    stored: the dtypes that the tensors of ``names`` are rounded to.
     """
     for part in parts:
         part.sum(ranks)
@@ -197,8 +197,11 @@ def refit(
         failed = torch.tensor([float(any(weights is None for weights in solved))], device=before.device)
         if ranks.sum(failed):  # on any rank, since different machines round differently
             continue
-        rounded = [weights.to(stored).float() for weights in solved if weights is not None]
+        rounded = [weights for weights in solved if weights is not None]
         del solved
+        for weights in rounded:
+            for name, rows in zip(names, weights.split(sizes), strict=True):
+                _round(rows, projections[0].in_features, stored[f"{name}.weight"], stored.get(f"{name}.bias"))
         now = torch.stack([one.of(weights) for one, weights in zip(errors, rounded, strict=True)]).sum(0).cpu()
         if bool((now > last + FITS_NOISE * before).all()):
             break
@@ -209,6 +212,12 @@ def refit(
                 _assign(projection, torch.cat([weights.split(sizes)[number] for weights in rounded]))
     shares = [(squares / power).where(power != 0, 0.0).tolist() for squares in (before, best)]
     return [ProjectionReport(*entry) for entry in zip(names, chosen, *shares, strict=True)]
+
+
+def _round(rows: Tensor, width: int, weight: torch.dtype, bias: torch.dtype | None) -> None:
+    """Round a projection's rows in place to the dtypes that its weight, of ``width`` columns, and its bias have."""
+    for columns, dtype in ((rows[:, :width], weight), (rows[:, width:], bias or weight)):
+        columns.copy_(columns.to(dtype))
 
 
 def _assign(projection: nn.Linear, rows: Tensor) -> None:

@@ -114,7 +114,7 @@ class Loop:
 
     rows: to train on (``open_data``).
     heldout: rows to validate on.
-    stored: the dtype in which OUT holds trained weights.
+    stored: the dtypes in which OUT holds trained tensors, by name; others are float32.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Loop:
         options: TrainOptions,
         folder: TrainingFolder,
         console: Console,
-        stored: torch.dtype = torch.float32,
+        stored: Mapping[str, torch.dtype],
     ) -> None:
         self.model, self.rows, self.heldout, self.options = model, rows, list(heldout), options
         self.folder, self.console, self.stored = folder, console, stored

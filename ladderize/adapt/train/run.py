@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +288,7 @@ def ask_teacher(
 
     def open_teacher() -> Callable[[Batch], Tensor]:
         with console.stage("loading the dense model"):
-            model = open_model(dense, Layout.dense(task.layout.num_layers), device)
+            model = open_model(dense, Layout.dense(task.layout.num_layers), device, task.compute)
             return place_teacher(make_teacher(model, task.compute, None), accelerator)
 
     try:
@@ -332,10 +333,10 @@ def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Cons
     accelerator.gradient_accumulation_steps = rows_of_rank // options.micro_batch_size
     if options.tp_size > 1:
         return build_tensor_parallel(task, accelerator, ranks, console)
-    device = None if is_sharded else accelerator.device
+    device, stored = None if is_sharded else accelerator.device, task.stored.values()
     with console.stage("loading the models" if task.loads_teacher else "loading the model"):
         student = make_student(
-            open_model(task.checkpoint, task.layout, device),
+            open_model(task.checkpoint, task.layout, device, reduce(torch.promote_types, stored, task.compute)),
             task.compute,
             trained=task.trained,
             lora=task.lora,
@@ -344,7 +345,7 @@ def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Cons
         )
         teacher = None
         if task.teacher is not None and task.loads_teacher:
-            dense = open_model(task.teacher, Layout.dense(task.layout.num_layers), device)
+            dense = open_model(task.teacher, Layout.dense(task.layout.num_layers), device, task.compute)
             teacher = make_teacher(dense, task.compute, None if is_sharded else student)
     return HFTraining(
         accelerator,

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -165,8 +166,8 @@ class TrainingFolder(WorkFolder):
             self.metrics.touch()
             os.truncate(self.metrics, min(self.metrics.stat().st_size, progress.metrics_bytes))
 
-    def save_weights(self, step: int, model: TrainingModel, dtype: torch.dtype) -> None:
-        """Write the trained tensors as ``dtype``, one after the other.
+    def save_weights(self, step: int, model: TrainingModel, stored: Mapping[str, torch.dtype]) -> None:
+        """Write the trained tensors in their ``stored`` dtypes, or float32, one after the other.
 
         They are gathered from the ranks, so all ranks call it; the main one writes.
         Raises UserError where the disk is full.
@@ -177,8 +178,8 @@ class TrainingFolder(WorkFolder):
                 model.whole(name)
             return
         part = path.with_name(path.name + ".part")
-        infos = {name: (dtype, shape) for name, shape in model.shapes.items()}
-        write_tensors(part, infos, lambda name: model.whole(name).to(dtype))
+        infos = {name: (stored.get(name, torch.float32), shape) for name, shape in model.shapes.items()}
+        write_tensors(part, infos, lambda name: model.whole(name).to(infos[name][0]))
         os.replace(part, path)
 
 

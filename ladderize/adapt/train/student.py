@@ -72,8 +72,8 @@ class Student(LossModule, ScoredLogits):  # type: ignore[misc]
 # ---- the models ----
 
 
-def open_model(checkpoint: Checkpoint, layout: Layout, device: Any) -> Any:
-    """Return the model of a checkpoint as it is stored, of our own class even where it is dense.
+def open_model(checkpoint: Checkpoint, layout: Layout, device: Any, dtype: torch.dtype) -> Any:
+    """Return the model of a checkpoint with its weights in ``dtype``, of our own class even where it is dense.
 
     device: None leaves the weights to Accelerate, which shards them.
     """
@@ -84,7 +84,7 @@ def open_model(checkpoint: Checkpoint, layout: Layout, device: Any) -> Any:
         model = kind.from_pretrained(
             checkpoint.folder,
             config=blocks.model_config(layout),
-            dtype="auto",
+            dtype=dtype,
             use_safetensors=True,
             attn_implementation="sdpa",
             **({} if device is None else {"device_map": {"": device}}),

@@ -15,7 +15,7 @@ from ladderize.adapt.train.options import FIXED, RetrainOptions, TrainOptions
 from ladderize.adapt.train.student import trained_tensors
 from ladderize.blocks import compute_dtype, open_checkpoint
 from ladderize.checkpoint.config import stored_dtype
-from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.reading import Checkpoint, torch_dtype
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.convert.inspection import read_retrainings
 from ladderize.errors import UserError
@@ -79,9 +79,9 @@ class Task:
         return self.options.method == LORA
 
     @property
-    def stored(self) -> torch.dtype:
-        """The dtype in which OUT holds trained weights; float32 for an adapter."""
-        return torch.float32 if self.is_lora else getattr(torch, stored_dtype(self.checkpoint))
+    def stored(self) -> dict[str, torch.dtype]:
+        """The dtypes in which OUT holds trained tensors, by name; an adapter's, which are float32, are not named."""
+        return {name: torch_dtype(self.checkpoint.tensors[name].dtype) for name in self.trained}
 
     @property
     def sources(self) -> list[Checkpoint]:

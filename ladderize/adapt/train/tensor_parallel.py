@@ -4,6 +4,7 @@ Every rank holds its slices of the weights, their gradients and their optimizer 
 the same rows; groups are data parallel (DDP).
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,9 @@ class TensorParallelTraining(TrainingModel):
             if gradient is not None:
                 gradient.mul_(scale)
         return norm
+
+    def holders(self, name: str) -> Sequence[Tensor]:
+        return self.pieces[name].parameters
 
     def whole(self, name: str) -> Tensor:
         return self.pieces[name].whole(lambda parameter: parameter.detach(), self.tensor).detach()

@@ -82,20 +82,25 @@ class TrainingModel(ABC):
         return self.accelerator.reduce(values, "sum") / self.tp_size
 
     @contextlib.contextmanager
-    def evaluating(self, stored: torch.dtype) -> Iterator[None]:
-        """Prepare for evaluation: no dropout, no gradients, and weights rounded to ``stored``, as a file will hold
-        them.
+    def evaluating(self, stored: Mapping[str, torch.dtype]) -> Iterator[None]:
+        """Prepare for evaluation: no dropout, no gradients, and weights rounded as a file will hold them.
 
         Copies of the unrounded values take the memory of the gradients meanwhile.
+
+        stored: the dtypes of tensors by name; others are float32. A parameter of several has the widest of theirs.
         """
+        dtypes: dict[Tensor, torch.dtype] = {}
+        for name in self.shapes:
+            for parameter in self.holders(name):
+                dtype = stored.get(name, torch.float32)
+                dtypes[parameter] = torch.promote_types(dtypes.get(parameter, dtype), dtype)
         # ZeRO 3 holds no weights between passes; in mixed precision those it gathers are bfloat16 already.
-        present = [parameter for parameter in self.parameters if not hasattr(parameter, "ds_id")]
-        parts = [one.to_local() if isinstance(one, DTensor) else one for one in present]
-        rounded = parts if stored != torch.float32 else []
+        present = {own: dtype for own, dtype in dtypes.items() if not hasattr(own, "ds_id") and dtype.itemsize < 4}
+        rounded = [own.to_local() if isinstance(own, DTensor) else own for own in present]
         with torch.no_grad():
             kept = [part.clone() for part in rounded]
-            for part in rounded:
-                part.copy_(part.to(stored))
+            for part, dtype in zip(rounded, present.values(), strict=True):
+                part.copy_(part.to(dtype))
             self.student.eval()
             try:
                 yield
@@ -113,6 +118,10 @@ class TrainingModel(ABC):
 
         It is called once, after a step's last micro-batch.
         """
+
+    @abstractmethod
+    def holders(self, name: str) -> Sequence[Tensor]:
+        """Return this rank's parameters that hold a trained tensor, or parts of it."""
 
     @abstractmethod
     def whole(self, name: str) -> Tensor:
@@ -178,6 +187,9 @@ class HFTraining(TrainingModel):
     def clip(self, max_norm: float) -> Tensor:
         norm = self.accelerator.clip_grad_norm_(self.parameters, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
+
+    def holders(self, name: str) -> Sequence[Tensor]:
+        return [self.named[name]]
 
     def whole(self, name: str) -> Tensor:
         parameter = self.named[name]

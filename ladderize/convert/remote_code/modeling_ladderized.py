@@ -233,9 +233,10 @@ def base_linear(projection):
 
 
 def reads_otherwise(linear):
-    """Return whether the forward of a linear layer was exchanged, as compressed-tensors does to quantise what it reads:
-    each rank then quantises its own part."""
-    return "forward" in vars(linear) and not hasattr(linear, "_hf_hook")
+    """Return whether a linear layer may quantise what it reads: each rank then quantises its own part. Its forward was
+    exchanged, as compressed-tensors does, or its weight is a tensor made of others, as torchao's are."""
+    is_exchanged = "forward" in vars(linear) and not hasattr(linear, "_hf_hook")
+    return is_exchanged or hasattr(linear.weight, "__tensor_flatten__")
 
 
 def sliceable(projection, inputs):
