@@ -28,7 +28,7 @@ EvalBackend = Literal["hf", "vllm"]  # what computes: transformers or vLLM
 class EvalOptions(Record):
     """The options of ``ladderize eval`` that all models share; see its --help."""
 
-    tasks: tuple[str, ...] = option("lm-eval tasks or groups.", (), metavar="A,B", parse=distinct_names)
+    tasks: tuple[str, ...] = option("lm-eval tasks, groups or patterns.", (), metavar="A,B", parse=distinct_names)
     include_path: str | None = option(
         "A folder with your own lm-eval tasks; Python that they name is run.", metavar="DIR", needs="tasks"
     )

@@ -47,11 +47,16 @@ _environment = cache(get_pretty_env_info)
 class AskedTasks:
     """The tasks of ``--tasks``, found and opened.
 
-    loaded: name of a task, group or tag -> lm-eval's tasks in it.
+    loaded: name of a task, group or tag -> lm-eval's ``tasks`` and ``groups`` in it, by their names.
     """
 
     manager: "TaskManager"
     loaded: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """All tasks by name."""
+        return {task: entry for content in self.loaded.values() for task, entry in content["tasks"].items()}
 
 
 def open_tasks(options: EvalOptions) -> AskedTasks:
@@ -65,7 +70,8 @@ def open_tasks(options: EvalOptions) -> AskedTasks:
         raise UserError(f"--include-path {options.include_path} is not a folder")
     manager = _index(options)
     loaded: dict[str, Mapping[str, Any]] = {}
-    for name in itertools.chain.from_iterable(_names(manager, asked) for asked in options.tasks):
+    asked = AskedTasks(manager, loaded)
+    for name in itertools.chain.from_iterable(_names(manager, text) for text in options.tasks):
         content = _load(manager, name)
         tasks = content["tasks"]
         fixed = [task for task, entry in tasks.items() if entry.get_config("num_fewshot") == 0]
@@ -73,9 +79,9 @@ def open_tasks(options: EvalOptions) -> AskedTasks:
             raise UserError(
                 f"--num-fewshot has no effect on {fixed[0]}, which fixes it at 0; leave it out, or leave the task out"
             )
-        if content["groups"] or not tasks.keys() <= {*itertools.chain.from_iterable(loaded.values())}:
-            loaded[name] = tasks
-    return AskedTasks(manager, loaded)
+        if content["groups"] or not tasks.keys() <= asked.leaves.keys():
+            loaded[name] = content
+    return asked
 
 
 def _names(manager: "TaskManager", asked: str) -> list[str]:
@@ -111,15 +117,20 @@ def tasks_digest(asked: AskedTasks, file_digest: Callable[[Path], str]) -> str:
         """Return what stands for a function: its source, and the Python files beside it, which may help it."""
         if isinstance(value, partial):
             return [value.func, value.args, value.keywords]
+        if not callable(value):
+            return repr(value)
         is_named = inspect.isroutine(value) or inspect.isclass(value)
         function = value if is_named else type(value)
-        if inspect.isbuiltin(function):
-            return function.__name__
-        helpers = sorted(Path(inspect.getfile(function)).parent.glob("*.py"))
-        return [inspect.getsource(function), [(path.name, file_digest(path)) for path in helpers]]
+        try:
+            source, folder = inspect.getsource(function), Path(inspect.getfile(function)).parent
+        except (TypeError, OSError):  # it is not written in Python
+            return function.__qualname__
+        return [source, [(path.name, file_digest(path)) for path in sorted(folder.glob("*.py"))]]
 
-    digest = hashlib.sha256()
-    for task in itertools.chain.from_iterable(tasks.values() for tasks in asked.loaded.values()):
+    groups = {name: group for content in asked.loaded.values() for name, group in content["groups"].items()}
+    described = [[name, group.to_dict(), group.child_names] for name, group in groups.items()]
+    digest = hashlib.sha256(json.dumps(described, default=code).encode())
+    for task in asked.leaves.values():
         settings = {"class": type(task), **task.config.to_dict(keep_callable=True)}
         digest.update(json.dumps(settings, default=code, sort_keys=True).encode())
         for split, rows in sorted(task.dataset.items()):
@@ -153,7 +164,7 @@ def run_tasks(model: EvalModel, asked: AskedTasks, output: "Output", ranks: Rank
 
     def is_done(name: str) -> bool:
         """Return whether the results have a task, or all tasks of a tag, which they do not name."""
-        return name in done or (name in manager.all_tags and done.keys() >= asked.loaded[name].keys())
+        return name in done or (name in manager.all_tags and done.keys() >= asked.loaded[name]["tasks"].keys())
 
     todo = [(number, name) for number, name in enumerate(asked.loaded, start=1) if not is_done(name)]
     if not todo:

@@ -39,12 +39,8 @@ from ladderize.sweep.stages import (
 from ladderize.sweep.sweep_file import LINK_KEYS, AdaptStage, BenchChoice, LayoutChoice, SweepSpec
 
 MODEL_SUFFIXES = (".json", ".model", ".jinja", ".txt")  # of a checkpoint's files besides the weights
-EVAL_PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "lm-eval",
-)  # accuracies of two versions cannot be compared in pairs
+# accuracies of two versions cannot be compared in pairs
+EVAL_PACKAGES = ("torch", "transformers", "tokenizers", "lm-eval")
 
 
 @dataclass
@@ -114,8 +110,8 @@ class Inputs:
 
         asked: lm-eval has read its tasks, so they are read again: only that shows what their files hold.
         """
-        changed: list[object] = [
-            path
+        changed = [
+            str(path)
             for path, before in self.seen.items()
             if _signature(path) != before and self.hashes.get(path) != (path.is_file() and file_sha256(str(path)))
         ]
