@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ladderize.checkpoint.opening import open_sound_checkpoint
 from ladderize.checkpoint.quantised import quantisation_of
-from ladderize.checkpoint.reading import has_tokenizer
+from ladderize.checkpoint.reading import Checkpoint, has_tokenizer
 from ladderize.errors import UserError
 from ladderize.families.base import Family
 from ladderize.families.registry import find_family, is_ladderized
@@ -91,23 +91,41 @@ def load(
     Raises UserError for a truncated or incomplete checkpoint, for an adapter, and for pickle weights, which are never
     opened.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     checkpoint = open_sound_checkpoint(model, revision)
     register()
-    folder, taken = checkpoint.folder, checkpoint.config
-    check_transformers_runs(str(model), taken, folder)
-    if is_ladderized(taken):
+    folder = checkpoint.folder
+    check_transformers_runs(str(model), checkpoint.config, folder)
+    if is_ladderized(checkpoint.config):
         trust_remote_code = False
     if device is not None:
         kwargs["device_map"] = {"": device}
-    # transformers would read keys that do not count (checkpoint/opening.py), so only the class is taken from its
-    # config.
-    kind = type(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
-    config = kind.from_dict(dict(taken))
+    config = model_config(checkpoint, trust_remote_code)
     return AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, **kwargs
     ).eval()
+
+
+def skeleton(checkpoint: Checkpoint) -> "PreTrainedModel":
+    """Return a checkpoint's causal language model on the meta device: all of its modules, and no values."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    register()
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config(checkpoint))
+
+
+def model_config(checkpoint: Checkpoint, trust_remote_code: bool = False) -> "PreTrainedConfig":
+    """Return transformers' config of a checkpoint.
+
+    transformers would read keys that do not count (checkpoint/opening.py), so only the class is taken from its config.
+    """
+    from transformers import AutoConfig
+
+    kind = type(AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code))
+    return kind.from_dict(dict(checkpoint.config))
 
 
 def check_transformers_runs(model: str, config: Mapping[str, Any], folder: Path) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ladderize.checkpoint.config import EMBEDDING, expected_tensors
 from ladderize.checkpoint.reading import (
     DTYPE_BYTES,
     FLOAT_DTYPES,
@@ -89,17 +90,20 @@ def plan_shards(
     dtype: str | None = None,
     moves: Mapping[str, Move] | None = None,
     replace: Mapping[str, TensorInfo] | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> list[Shard]:
     """Return the weight files of an output, with every tensor in the file that it was in.
 
     dtype: store all as float32, float16 or bfloat16.
     moves: permutations, by tensor.
     replace: tensors with values from elsewhere, which do not move; they are stored in the dtype of those that they
-    replace.
+    replace. An LM head that the checkpoint lacks goes beside the embedding, as it is.
+    config: the output's, where it is not the checkpoint's.
     Raises UserError if one does not fit.
     """
     moves, replace = moves or {}, replace or {}
-    _check_replacements(checkpoint, replace)
+    if replace:
+        _check_replacements(checkpoint, replace, expected_tensors(config or checkpoint.config))
     files: dict[str, list[Entry]] = {name: [] for name in checkpoint.weight_files}
     changed = set()
     for name, old in checkpoint.tensors.items():
@@ -108,18 +112,24 @@ def plan_shards(
         if not old.is_stored or entry != Entry(old.name, old.dtype, old):
             changed.add(old.file)
         files[old.file].append(entry)
+    for name in replace.keys() - checkpoint.tensors.keys():
+        file = checkpoint.tensors[EMBEDDING].file
+        files[file].append(Entry(name, STORED_NAMES[dtype] if dtype else replace[name].dtype, replace[name]))
+        changed.add(file)
     return [  # wide elements first, so that every tensor begins at a multiple of its element size
         Shard(file, tuple(sorted(entries, key=lambda entry: -DTYPE_BYTES[entry.dtype])), file in changed)
         for file, entries in files.items()
     ]
 
 
-def _check_replacements(checkpoint: Checkpoint, replace: Mapping[str, TensorInfo]) -> None:
-    """Raise UserError unless each replacement is a float tensor with the shape of one of the checkpoint's."""
+def _check_replacements(
+    checkpoint: Checkpoint, replace: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise UserError unless each replacement is a float tensor with the shape of one of the output's."""
     for name, new in replace.items():
-        if name not in checkpoint.tensors:
+        if name not in shapes:
             raise UserError(f"{new.file} is to replace {name}, but {checkpoint.folder} has no such tensor")
-        wanted = checkpoint.tensors[name].shape
+        wanted = shapes[name]
         if new.shape != wanted or new.dtype not in FLOAT_DTYPES:
             raise UserError(
                 f"{new.file} is to replace {name}, but is {new.dtype} {list(new.shape)} instead of floats"

@@ -1,6 +1,7 @@
 """The model card (README.md) of an output: the source's front matter merged with ours, and a description of the
 conversion."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,9 @@ def _changes(plan: Plan) -> Iterator[str]:
         yield f"**Order.** The {' and the '.join(moved)} lie in another order, which changes nothing in a dense model."
     if replaced := len(plan.changes.replace):
         yield f"**Weights.** {replaced} tensors have other values than the source's; `ladderize.yaml` names them."
+    if plan.changes.config:
+        stated = ", ".join(f"{key} is {json.dumps(value)}" for key, value in plan.changes.config.items())
+        yield f"**Config.** Unlike the source's, {stated}."
     if plan.quantisation is not None:
         yield f"**Quantisation.** {plan.quantisation.words}, as in the source."
     if plan.changes.note:

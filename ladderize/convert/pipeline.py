@@ -135,7 +135,7 @@ def made_files(plan: Plan) -> dict[str, str]:
 def make_config(plan: Plan) -> dict[str, Any]:
     """Return the output's config.json: the source's, with model type, code and layout replaced."""
     dropped = {*CONFIG_KEYS, "auto_map", "ladder_layers", *(["torch_dtype"] if plan.recipe.dtype else [])}
-    config = {key: value for key, value in plan.source.config.items() if key not in dropped}
+    config = {key: value for key, value in plan.config.items() if key not in dropped}
     if plan.recipe.dtype:
         config["dtype"] = plan.recipe.dtype
     family = family_of(config)
@@ -164,6 +164,8 @@ def make_record(plan: Plan) -> dict[str, Any]:
     }
     if plan.changes.replace:
         record["replaced_tensors"] = sorted(plan.changes.replace)
+    if plan.changes.config:
+        record["changed_config"] = dict(plan.changes.config)
     return record | dict(plan.changes.record)
 
 
@@ -176,7 +178,7 @@ def report_of(plan: Plan) -> ConversionReport:
         layout_before=str(plan.before),
         **plan.after.to_config(),
         layers=plan.after.table(),
-        parameters=parameter_count(plan.source.config),
+        parameters=parameter_count(plan.config),
         weight_bytes=plan.weight_bytes,
         weight_files=[shard.file for shard in plan.shards],
         weight_files_rewritten=[shard.file for shard in plan.shards if shard.rewritten],

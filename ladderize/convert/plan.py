@@ -1,7 +1,7 @@
 """The plan of a conversion, decided and checked before anything is written."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ class Changes:
     assignment: of heads and neurons to ranks, instead of the recipe's.
     replace: tensors from other files (``TensorInfo.file`` is absolute), already in their new order. They are stored in
     the dtype of those that they replace.
+    config: keys of config.json with other values; they may ask for other ends.
     record: more keys of ladderize.yaml.
     extra_files: name -> text; they win over the source's.
     note: a paragraph for the model card.
@@ -61,6 +62,7 @@ class Changes:
 
     assignment: RankAssignment | None = None
     replace: Mapping[str, TensorInfo] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)
     extra_files: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
@@ -96,6 +98,11 @@ class Plan:
     left_behind: list[str]
     warnings: list[str]
     quantisation: Quantisation | None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The source's config, with the changes."""
+        return {**self.source.config, **self.changes.config}
 
     @property
     def weight_bytes(self) -> int:
@@ -143,9 +150,10 @@ def make_plan(
         dtype=recipe.dtype,
         moves=changes.assignment.moves(config) if changes.assignment is not None else None,
         replace=changes.replace,
+        config={**source.config, **changes.config},
     )
     carried, left_behind = sort_files(source)
-    stripped = without_code(source, carried)
+    stripped = without_code(source.folder, carried)
     warnings += [f"auto_map of {name} is left out: {NOT_ITS_CODE}" for name in stripped]
     assigned = changes.assignment
     if assigned is None and ASSIGNMENT in carried:
@@ -258,10 +266,10 @@ def sort_files(source: Checkpoint) -> tuple[list[str], list[str]]:
     return carried, sorted(left_behind)
 
 
-def without_code(source: Checkpoint, carried: list[str]) -> dict[str, str]:
+def without_code(folder: Path, carried: Iterable[str]) -> dict[str, str]:
     """Return the texts of carried configs that name code, such as a tokenizer's, without that: OUT's card has its
     reader trust the code of OUT, which is ours alone."""
-    configs = {name: read_own(source.folder / name) for name in carried if name.endswith("config.json")}
+    configs = {name: read_own(folder / name) for name in carried if name.endswith("config.json")}
     return {
         name: json.dumps({key: value for key, value in config.items() if key != "auto_map"}, indent=2) + "\n"
         for name, config in configs.items()

@@ -1,23 +1,20 @@
 """``ladderize merge``: make an ordinary checkpoint of a LoRA adapter and the checkpoint that it was trained on."""
 
 import contextlib
-import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ladderize.adapt.lora import ADAPTATION, ADAPTER_CONFIG, ADAPTER_TENSORS, AdapterBase
 from ladderize.adapt.methods import METRICS
+from ladderize.adapt.train.adapter import write_merged
 from ladderize.blocks import open_checkpoint
-from ladderize.checkpoint.reading import Checkpoint, check_entries, torch_dtype
-from ladderize.checkpoint.tensors import fingerprint, locate_tensors, read_tensor, write_tensors
-from ladderize.console import SILENT, Console, sentence
+from ladderize.checkpoint.reading import Checkpoint, check_entries
+from ladderize.checkpoint.tensors import fingerprint
+from ladderize.console import SILENT, Console
 from ladderize.convert.pipeline import ConversionReport, convert_checkpoint
-from ladderize.convert.plan import Changes, check_stays
+from ladderize.convert.plan import Changes, check_stays, without_code
 from ladderize.convert.recipe import Recipe
 from ladderize.data import file_sha256
 from ladderize.errors import UserError
@@ -25,7 +22,12 @@ from ladderize.files import output
 from ladderize.files.documents import read_document, read_json
 from ladderize.files.regular import read_text, resolved
 from ladderize.layout import Layout
-from ladderize.modeling import load
+
+# Without tokenizer.model, in which no token can be added.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"),
+    "chat_template.jinja",
+)
 
 
 def merge(
@@ -40,10 +42,10 @@ def merge(
 ) -> ConversionReport:
     """Write ``out``: the adapter's base with the adapter merged into it by PEFT. Returns a report.
 
-    The whole model is in memory, in float32 (or float64, if stored so). Changed weights are rounded once, to their
-    stored dtype.
+    One module is in memory at a time, in float32 (or float64, if stored so). Changed weights are rounded once, to
+    their stored dtype; until ``out`` is written they lie beside it a second time.
 
-    base, revision: the base, where it is not where the adapter says.
+    base, revision: the base, where it is not the one that the adapter names.
     verify: load ``out`` in plain transformers.
     Raises UserError.
     """
@@ -51,13 +53,10 @@ def merge(
     output.clean_up(out)
     document = check_adapter(folder)
     trained = AdapterBase.from_dict(document.get("base"), f"{folder / ADAPTATION}: base") if document else None
-    if base is None and trained is not None:
-        base = trained.model
-        if Path(base).is_absolute() and not Path(base).exists():
-            raise UserError(f"{base}, which {folder} was trained on, does not exist; give its location with --base")
     if base is None:
-        raise UserError(f"{folder} has no {ADAPTATION}, so its base is unknown; name the checkpoint with --base")
-    checkpoint = open_checkpoint(base, revision)
+        base, revision, checkpoint = open_named_base(folder, trained, revision)
+    else:
+        checkpoint = open_checkpoint(base, revision)
     layout, found = Layout.from_config(checkpoint.config), fingerprint(checkpoint)
     if trained and (trained.fingerprint != found or trained != replace(trained, **layout.to_config())):
         raise UserError(
@@ -69,19 +68,42 @@ def merge(
     for source in (folder, checkpoint.folder):
         output.check_target(out, source, overwrite=overwrite)
     with output.scratch_folder(out) as scratch:
-        merged = scratch / "merged.safetensors"
-        with console.stage("merging"):
-            merge_tensors(folder, checkpoint, base, merged, console)
+        with console.stage("merging"), console.contained():
+            replaced, config = write_merged(folder, checkpoint, base, scratch)
+        story = story_of(folder, document)
+        files = story.pop("extra_files") | (tokenizer_of(folder) if "vocab_size" in config else {})
         return convert_checkpoint(
             base,
             out,
             Recipe(),
-            Changes(replace=locate_tensors(merged), record=record, **story_of(folder, document)),
+            Changes(replace=replaced, config=config, record=record, extra_files=files, **story),
             revision=revision,
             overwrite=overwrite,
             verify=verify,
             console=console,
         )
+
+
+def open_named_base(
+    folder: Path, trained: AdapterBase | None, revision: str | None
+) -> tuple[str, str | None, Checkpoint]:
+    """Return name, revision and checkpoint of the base that an adapter names; raises UserError where it cannot be
+    opened.
+
+    trained: what adaptation.json says of it. Other tools leave its name in adapter_config.json.
+    """
+    config = read_json(folder / ADAPTER_CONFIG)
+    name = trained.model if trained else config.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name.strip():
+        raise UserError(f"{folder} does not say what it was trained on; name that checkpoint with --base")
+    if trained is None and revision is None and not Path(name).expanduser().exists():
+        revision = config.get("revision")
+    try:
+        return name, revision, open_checkpoint(name, revision)
+    except UserError as error:
+        raise UserError(
+            f"{name}, which {folder} was trained on, cannot be opened; give its location with --base ({error})"
+        ) from None
 
 
 def check_adapter(folder: Path) -> dict[str, Any]:
@@ -97,6 +119,8 @@ def check_adapter(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: peft_type is {config.get('peft_type')!r}; only LORA can be merged here")
     # PEFT would ignore keys that it does not know, and import any module that a megatron_config names.
     known = {field.name for field in fields(LoraConfig)} - {"megatron_config"}
+    if config.get("layer_replication"):
+        raise UserError(f"{path}: layer_replication makes a model of other layers, which is not merged here")
     if other := [key for key, value in config.items() if value and key not in known]:
         raise UserError(f"{path}: {other[0]} is set, which the PEFT installed here cannot merge; upgrade peft")
     if not (folder / ADAPTER_TENSORS).is_file():
@@ -107,41 +131,12 @@ def check_adapter(folder: Path) -> dict[str, Any]:
     return read_document(folder / ADAPTATION, ADAPTATION) if (folder / ADAPTATION).is_file() else {}
 
 
-def merge_tensors(folder: Path, checkpoint: Checkpoint, name: str, file: Path, console: Console) -> None:
-    """Write the tensors that merging changes into ``file``, in their stored dtype.
-
-    name: the base's, for messages.
-    Raises UserError where PEFT cannot merge.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    dtype = "float64" if any(info.dtype == "F64" for info in checkpoint.tensors.values()) else "float32"
-    locate_tensors(folder / ADAPTER_TENSORS)  # raises UserError where the file is broken
-    with console.contained():
-        model: Any = load(checkpoint.folder, dtype=dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            model = get_peft_model(model, LoraConfig.from_pretrained(str(folder)))
-            # The same as PeftModel.from_pretrained, which does not say which tensors are left over.
-            loaded = model.load_adapter(str(folder), "default", torch_device="cpu")
-            model = model.merge_and_unload(safe_merge=True)
-        except Exception as error:  # a stranger's config may lead PEFT to any error
-            raise UserError(f"PEFT cannot merge {folder} into {name}: {sentence(error)[:400]}") from error
-    if other := [*loaded.missing_keys, *loaded.unexpected_keys]:
-        raise UserError(f"{folder}: {ADAPTER_CONFIG} and {ADAPTER_TENSORS} differ: only one of them has {other[0]}")
-    state, changed = model.state_dict(), {}
-    for tensor, info in checkpoint.tensors.items():
-        if not torch.equal(read_tensor(checkpoint.folder, info, dtype=state[tensor].dtype), state[tensor]):
-            changed[tensor] = (torch_dtype(info.dtype), info.shape)
-
-    def round_once(tensor: str) -> Tensor:
-        values = state[tensor].to(changed[tensor][0])
-        if not values.isfinite().all():
-            raise UserError(f"{tensor} with its LoRA is too large for {values.dtype}; convert {name} to bfloat16 first")
-        return values
-
-    write_tensors(file, changed, round_once)
+def tokenizer_of(folder: Path) -> dict[str, str]:
+    """Return the texts of the adapter's tokenizer, which knows the tokens that the adapter adds, without code."""
+    names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    for name in names:
+        check_stays(folder / name, folder)
+    return {name: read_text(folder / name) for name in names} | without_code(folder, names)
 
 
 def story_of(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:

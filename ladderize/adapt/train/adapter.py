@@ -1,0 +1,283 @@
+"""An adapter merged into its base one module at a time: neither is in memory as a whole.
+
+PEFT decides on a model without values what is adapted, and computes each module that is.
+"""
+
+import contextlib
+import copy
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
+from torch import Tensor, nn
+
+from ladderize.adapt.lora import ADAPTER_CONFIG, ADAPTER_TENSORS, PEFT_PREFIX
+from ladderize.checkpoint.config import EMBEDDING, HEAD, expected_tensors, is_tied
+from ladderize.checkpoint.opening import have_same_values
+from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint, TensorInfo
+from ladderize.checkpoint.tensors import locate_tensors, read_tensor, write_tensors
+from ladderize.console import sentence
+from ladderize.errors import UserError
+from ladderize.modeling import skeleton
+
+ENDS = (EMBEDDING, HEAD)
+EMBEDDING_MODULE, HEAD_MODULE = (end.removesuffix(".weight") for end in ENDS)
+# Parts of PEFT's names that stand for its wrappers.
+WRAPPERS = re.compile(r"\.(base_layer|token_adapter|modules_to_save|original_module)(?=\.)")
+
+
+@dataclass(frozen=True)
+class Injected:
+    """What PEFT makes of a base's modules.
+
+    config: the adapter's, with the names of its targets.
+    shapes: of the tensors of the adapter, by PEFT's names in files.
+    lora: the modules with LoRA, without values.
+    saved: the modules that the adapter replaces.
+    tokens: the modules of which it replaces rows: the rows, and the name of the tensor that holds them.
+    """
+
+    config: LoraConfig
+    shapes: Mapping[str, tuple[int, ...]]
+    lora: dict[str, nn.Module]
+    saved: set[str]
+    tokens: dict[str, tuple[list[int], str]]
+
+
+@dataclass(frozen=True)
+class AdaptedModel:
+    """A base with the adapter in ``folder``, which fits it: no tensor of the adapter is missing or left over.
+
+    tensors: the adapter's, by PEFT's names in files.
+    vocab_size: the rows of both ends; the adapter may hold more than the base has.
+    stored: the base's tensors by name; a tied LM head is one of them.
+    sources: the same, or what the adapter holds in their stead.
+    ends_are_one: PEFT trained both ends of a tied model as one.
+    """
+
+    folder: Path
+    base: Checkpoint
+    injected: Injected
+    tensors: Mapping[str, TensorInfo]
+    vocab_size: int
+    stored: Mapping[str, TensorInfo]
+    sources: Mapping[str, TensorInfo]
+    ends_are_one: bool
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor without its LoRA: float64 where the base stores it so, else float32."""
+        dtype = torch.float64 if self.stored[name].dtype == "F64" else torch.float32
+        return read_tensor(self.base.folder, self.sources[name], dtype=dtype)
+
+    def adapter_tensors(self, module: str) -> dict[str, Tensor]:
+        """Return the tensors of a module's LoRA."""
+        keys = [key for key in self.injected.shapes if key.startswith(f"{PEFT_PREFIX}{module}.")]
+        return {key: read_tensor(self.base.folder, self.tensors[key]) for key in keys}
+
+
+def write_merged(
+    folder: Path, base: Checkpoint, name: str, scratch: Path
+) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
+    """Write the tensors that merging changes into ``scratch``, each rounded once to its stored dtype and in a file of
+    its own; return them, and the keys of config.json that change.
+
+    folder: the adapter's.
+    name: the base's, for messages.
+    Raises UserError where the adapter does not fit or PEFT cannot merge it.
+    """
+    changed: dict[str, TensorInfo] = {}
+    with peft_errors(folder, name), torch.no_grad():
+        model = adapted_model(folder, base)
+        for number, (tensor, values) in enumerate(merged_tensors(model)):
+            file = scratch / f"{number}.safetensors"
+            if write_rounded(file, model, tensor, values, name):
+                changed |= locate_tensors(file)
+            del values  # before the next one is computed
+    config: dict[str, Any] = {}
+    if model.vocab_size != base.config["vocab_size"]:
+        config["vocab_size"] = model.vocab_size
+    if is_tied(base.config) and not changed.keys().isdisjoint(ENDS):
+        embedding, head = (changed.get(end, absolute(base, model.stored[end])) for end in ENDS)
+        changed.pop(HEAD, None)
+        if not model.ends_are_one and not have_same_values(base.folder, embedding, head):
+            changed[HEAD] = head
+            config["tie_word_embeddings"] = False
+    return changed, config
+
+
+def write_rounded(file: Path, model: AdaptedModel, tensor: str, values: Tensor, name: str) -> bool:
+    """Write ``file`` with a merged tensor in its stored dtype, unless it is the base's; return whether it was written.
+
+    name: the base's, for messages.
+    Raises UserError for values that the dtype cannot hold.
+    """
+    stored = read_tensor(model.base.folder, model.stored[tensor])
+    rounded = values.to(stored.dtype)
+    if not rounded.isfinite().all():
+        too_large = f"too large for {stored.dtype}; convert {name} to bfloat16 first"
+        problem = too_large if values.isfinite().all() else f"NaN or infinite; {model.folder} is broken"
+        raise UserError(f"{tensor} with its LoRA is {problem}")
+    if torch.equal(rounded, stored):
+        return False
+    write_tensors(file, {tensor: (rounded.dtype, rounded.shape)}, {tensor: rounded}.__getitem__)
+    return True
+
+
+@contextlib.contextmanager
+def peft_errors(folder: Path, name: str) -> Iterator[None]:
+    """Make one sentence of any error that a stranger's adapter leads PEFT to, and hide warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"PEFT cannot merge {folder} into {name}: {sentence(error)[:400]}") from error
+
+
+def adapted_model(folder: Path, base: Checkpoint) -> AdaptedModel:
+    """Return the base with the adapter; raises UserError where they do not fit."""
+    tensors = locate_tensors(folder / ADAPTER_TENSORS)
+    # PEFT may store copies of a tensor. It loads the one with the plain name, which is the shortest.
+    whole = {plain_name(key): tensors[key] for key in sorted(tensors, key=len, reverse=True)}
+    ends = [whole[end] for end in ENDS if end in whole]
+    vocab_size = max((end.shape[0] for end in ends if end.shape), default=base.config["vocab_size"])
+    config = {**base.config, "vocab_size": vocab_size}
+    injected = inject(folder, replace(base, config=config))
+    plain_shapes = expected_tensors({**config, "tie_word_embeddings": False})
+    shapes = {key: plain_shapes[plain_name(key)] for key in tensors if plain_name(key) in plain_shapes}
+    for module, (_, key) in injected.tokens.items():
+        if rows_key(module) in tensors:  # of a tied head PEFT may store a copy
+            shapes[rows_key(module)] = injected.shapes[key]
+    check_tensors(folder, tensors, {**shapes, **injected.shapes}, vocab_size)
+
+    tied = dict.fromkeys(ENDS, base.tensors[EMBEDDING]) if is_tied(base.config) else {}
+    stored = {**base.tensors, **tied}
+    separate, shared = {}, {}
+    for tensor in whole.keys() & plain_shapes.keys():
+        is_saved = tensor.removesuffix(".weight") in injected.saved
+        if tensor in tied and not is_saved:
+            shared = dict.fromkeys(ENDS, whole[tensor])  # the two are one parameter
+        else:
+            separate[tensor] = whole[tensor]
+    sources = {**stored, **shared, **separate}
+    for end in ENDS:
+        check_rows(folder, sources[end].shape[0], vocab_size)
+    for rows, _ in injected.tokens.values():
+        check_rows(folder, max([*rows, vocab_size - 1]) + 1, vocab_size)
+    ends_are_one = is_tied(base.config) and injected.config.ensure_weight_tying
+    if ends_are_one:  # the embedding's changes are the head's
+        injected.lora.pop(HEAD_MODULE, None)
+        injected.tokens.pop(HEAD_MODULE, None)
+        sources[HEAD] = stored[HEAD]
+    return AdaptedModel(folder, base, injected, tensors, vocab_size, stored, sources, ends_are_one)
+
+
+def plain_name(key: str) -> str:
+    """Return the name in the base of a tensor that PEFT stores as ``key``."""
+    return WRAPPERS.sub("", key.removeprefix(PEFT_PREFIX))
+
+
+def inject(folder: Path, base: Checkpoint) -> Injected:
+    """Return what PEFT makes of the base with this adapter. It has no values meanwhile."""
+    config = LoraConfig.from_pretrained(str(folder))
+    structure = copy.deepcopy(config)
+    structure.init_lora_weights = True  # others compute with the base's values
+    with torch.device("meta"):
+        model = get_peft_model(skeleton(base), structure)
+    config.target_modules = structure.target_modules  # "all-linear" is resolved
+    shapes = get_peft_model_state_dict(model, save_embedding_layers=False)
+    lora: dict[str, nn.Module] = {}
+    saved: set[str] = set()
+    tokens: dict[str, tuple[list[int], str]] = {}
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(module, LoraLayer) and ".base_layer" not in name:  # PEFT wraps a module again for each parameter
+            lora[name] = module.get_base_layer()
+        elif isinstance(module, ModulesToSaveWrapper):
+            saved.add(name)
+        elif isinstance(module, TrainableTokensWrapper):
+            rows = module.token_adapter
+            tokens[name] = (
+                rows.token_indices["default"],
+                rows_key(name if rows.tied_adapter is None else EMBEDDING_MODULE),
+            )
+    return Injected(config, {key: tuple(tensor.shape) for key, tensor in shapes.items()}, lora, saved, tokens)
+
+
+def rows_key(module: str) -> str:
+    """Return PEFT's name of the trained rows of a module."""
+    return f"{PEFT_PREFIX}{module}.token_adapter.trainable_tokens_delta"
+
+
+def check_tensors(
+    folder: Path, tensors: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, ...]], vocab_size: int
+) -> None:
+    """Raise UserError unless an adapter's tensors are those of its config, in number and shape."""
+    if differing := sorted(tensors.keys() ^ shapes.keys()):
+        raise UserError(f"{folder}: {ADAPTER_CONFIG} and {ADAPTER_TENSORS} differ: only one of them has {differing[0]}")
+    for key, tensor in tensors.items():
+        for size, wanted in zip(tensor.shape, shapes[key], strict=False):
+            if wanted == vocab_size:
+                check_rows(folder, size, vocab_size)
+        if tensor.shape != shapes[key] or tensor.dtype not in FLOAT_DTYPES:
+            raise UserError(
+                f"{folder}: {key} is {tensor.dtype} {list(tensor.shape)}, but its config and the base ask for floats"
+                f" {list(shapes[key])}; it was made for another model, or one of its files was"
+            )
+
+
+def check_rows(folder: Path, rows: int, vocab_size: int) -> None:
+    """Raise UserError unless ``rows`` of the embedding or LM head, which something has, are those of the base."""
+    if rows != vocab_size:
+        raise UserError(
+            f"{folder} was trained on a base with another vocabulary: embedding and LM head have {rows} rows here and"
+            f" {vocab_size} there; resize the base as it was"
+            f" (model.resize_token_embeddings({max(rows, vocab_size)}), save_pretrained) and name it with --base"
+        )
+
+
+def absolute(base: Checkpoint, tensor: TensorInfo) -> TensorInfo:
+    return replace(tensor, file=str(base.folder / tensor.file))
+
+
+def merged_tensors(model: AdaptedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that are not the base's by name, one module's at a time."""
+    for module in model.injected.lora:
+        yield from merge_lora(model, module)
+    for module, (rows, key) in model.injected.tokens.items():
+        values = model.read(f"{module}.weight")
+        values[rows] = read_tensor(model.base.folder, model.tensors[key], dtype=values.dtype)
+        yield f"{module}.weight", values
+    computed = (*model.injected.lora, *model.injected.tokens)
+    for tensor, source in model.sources.items():
+        if source is not model.stored[tensor] and tensor.rpartition(".")[0] not in computed:
+            yield tensor, model.read(tensor)
+
+
+def merge_lora(model: AdaptedModel, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's tensors with its LoRA: PEFT adapts a model of this module alone."""
+    module = copy.deepcopy(model.injected.lora[name])
+    module.load_state_dict({key: model.read(f"{name}.{key}") for key in module.state_dict()}, assign=True)
+    for part in reversed(name.split(".")):
+        holder = nn.Module()
+        holder.add_module(part, module)
+        module = holder
+    config = copy.copy(model.injected.config)
+    config.task_type = config.modules_to_save = config.trainable_token_indices = None
+    config.ensure_weight_tying = False
+    adapted = get_peft_model(module, config)
+    loaded = set_peft_model_state_dict(adapted, model.adapter_tensors(name))
+    if loaded.unexpected_keys:
+        raise UserError(f"PEFT leaves out {loaded.unexpected_keys[0]} of {model.folder}")
+    merged = adapted.merge_and_unload().get_submodule(name)
+    for key, values in merged.state_dict().items():
+        yield f"{name}.{key}", values
+    merged.to("meta")  # PEFT's modules refer to each other, so they live until the garbage collection
