@@ -224,8 +224,8 @@ def check_adapter_tensors(
     """Raise UserError unless an adapter's tensors are those of its config, in number and shape."""
     if differing := sorted(tensors.keys() ^ shapes.keys()):
         raise UserError(
-            f"{folder}: {ADAPTER_CONFIG} and {ADAPTER_TENSORS} differ, or the base is another model: only one of"
-            f" them has {differing[0]}"
+            f"{folder}: {ADAPTER_CONFIG} and {ADAPTER_TENSORS} differ, or the base is another model: only one of them"
+            f" has {differing[0]}"
         )
     for key, tensor in tensors.items():
         for size, wanted in zip(tensor.shape, shapes[key], strict=False):
