@@ -239,7 +239,7 @@ ADDED = {
     "both ends": (EVERYWHERE, None),
     "tokens": ({"trainable_token_indices": [97, 98], **PROJECTIONS}, None),
     "no rows": (EVERYWHERE, "base_layer"),
-    "one end": ({"modules_to_save": ["embed_tokens"], **PROJECTIONS}, "lm_head"),
+    "one end": ({"modules_to_save": ["embed_tokens"], **PROJECTIONS}, "lm_head|original_module"),
     "rows beyond": ({"trainable_token_indices": [97, 98], **PROJECTIONS}, "base_layer"),
 }
 
@@ -257,9 +257,7 @@ def test_added_tokens(kind, is_tied, tmp_path):
     edit_json(adapter / "tokenizer_config.json", eos_token="<added>", auto_map={"AutoTokenizer": "theirs.Tokenizer"})
     if left_out:
         path = adapter / "adapter_model.safetensors"
-        save_file({name: tensor for name, tensor in load_file(path).items() if left_out not in name}, path)
-        if is_tied and kind == "one end":
-            return
+        save_file({name: tensor for name, tensor in load_file(path).items() if not re.search(left_out, name)}, path)
         refused = one_sentence(ladderize_merge(adapter, out))
         assert "another vocabulary" in refused
         assert "resize_token_embeddings(99)" in refused

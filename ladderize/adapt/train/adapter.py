@@ -35,7 +35,7 @@ WRAPPERS = re.compile(r"\.(base_layer|token_adapter|modules_to_save|original_mod
 
 @dataclass(frozen=True)
 class Injected:
-    """What PEFT makes of a base's modules.
+    """The modules that PEFT changes for an adapter.
 
     config: the adapter's, with the names of its targets.
     shapes: of the tensors of the adapter, by PEFT's names in files.
@@ -104,7 +104,8 @@ def write_merged(
     if model.vocab_size != base.config["vocab_size"]:
         config["vocab_size"] = model.vocab_size
     if is_tied(base.config) and not changed.keys().isdisjoint(ENDS):
-        embedding, head = (changed.get(end, absolute(base, model.stored[end])) for end in ENDS)
+        in_folder = {end: replace(model.stored[end], file=str(base.folder / model.stored[end].file)) for end in ENDS}
+        embedding, head = (changed.get(end, in_folder[end]) for end in ENDS)
         changed.pop(HEAD, None)
         if not model.ends_are_one and not have_same_values(base.folder, embedding, head):
             changed[HEAD] = head
@@ -157,7 +158,7 @@ def adapted_model(folder: Path, base: Checkpoint) -> AdaptedModel:
     for module, (_, key) in injected.tokens.items():
         if rows_key(module) in tensors:  # of a tied head PEFT may store a copy
             shapes[rows_key(module)] = injected.shapes[key]
-    check_tensors(folder, tensors, {**shapes, **injected.shapes}, vocab_size)
+    check_adapter_tensors(folder, tensors, {**shapes, **injected.shapes}, vocab_size)
 
     tied = dict.fromkeys(ENDS, base.tensors[EMBEDDING]) if is_tied(base.config) else {}
     stored = {**base.tensors, **tied}
@@ -217,12 +218,15 @@ def rows_key(module: str) -> str:
     return f"{PEFT_PREFIX}{module}.token_adapter.trainable_tokens_delta"
 
 
-def check_tensors(
+def check_adapter_tensors(
     folder: Path, tensors: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, ...]], vocab_size: int
 ) -> None:
     """Raise UserError unless an adapter's tensors are those of its config, in number and shape."""
     if differing := sorted(tensors.keys() ^ shapes.keys()):
-        raise UserError(f"{folder}: {ADAPTER_CONFIG} and {ADAPTER_TENSORS} differ: only one of them has {differing[0]}")
+        raise UserError(
+            f"{folder}: {ADAPTER_CONFIG} and {ADAPTER_TENSORS} differ, or the base is another model: only one of them"
+            f" has {differing[0]}"
+        )
     for key, tensor in tensors.items():
         for size, wanted in zip(tensor.shape, shapes[key], strict=False):
             if wanted == vocab_size:
@@ -242,10 +246,6 @@ def check_rows(folder: Path, rows: int, vocab_size: int) -> None:
             f" {vocab_size} there; resize the base as it was"
             f" (model.resize_token_embeddings({max(rows, vocab_size)}), save_pretrained) and name it with --base"
         )
-
-
-def absolute(base: Checkpoint, tensor: TensorInfo) -> TensorInfo:
-    return replace(tensor, file=str(base.folder / tensor.file))
 
 
 def merged_tensors(model: AdaptedModel) -> Iterator[tuple[str, Tensor]]:

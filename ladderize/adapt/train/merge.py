@@ -71,7 +71,7 @@ def merge(
         with console.stage("merging"), console.contained():
             replaced, config = write_merged(folder, checkpoint, base, scratch)
         story = story_of(folder, document)
-        files = story.pop("extra_files") | (tokenizer_of(folder) if "vocab_size" in config else {})
+        files = story.pop("extra_files") | (adapter_tokenizer(folder) if "vocab_size" in config else {})
         return convert_checkpoint(
             base,
             out,
@@ -131,7 +131,7 @@ def check_adapter(folder: Path) -> dict[str, Any]:
     return read_document(folder / ADAPTATION, ADAPTATION) if (folder / ADAPTATION).is_file() else {}
 
 
-def tokenizer_of(folder: Path) -> dict[str, str]:
+def adapter_tokenizer(folder: Path) -> dict[str, str]:
     """Return the texts of the adapter's tokenizer, which knows the tokens that the adapter adds, without code."""
     names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     for name in names:
