@@ -31,7 +31,8 @@ def data_files(name: str, option: str = "--data") -> list[str]:
         files = [path] if path.exists() else [Path(file) for file in glob.glob(str(path), recursive=True)]
     suffixes = sorted({file.suffix for file in files})
     if len(suffixes) != 1 or suffixes[0] not in SOURCE_SUFFIXES:
-        problem = f"files that end in {', '.join(suffixes)}" if files else "nothing that exists"
+        nothing = "a folder without rows" if path.is_dir() else "nothing that exists"
+        problem = f"files that end in {', '.join(suffixes)}" if files else nothing
         raise UserError(f"{option} {name} names {problem}; give files of one of {', '.join(SOURCE_SUFFIXES)}")
     for file in files:
         check_regular(file)

@@ -73,6 +73,7 @@ def test_folders_and_globs(tmp_path):
     snapshot = tmp_path / "snapshot"  # as the hub's client makes it
     (snapshot / "data").mkdir(parents=True)
     (snapshot / ".cache").mkdir()
+    (tmp_path / "empty").mkdir()
     write_jsonl(snapshot / ".cache" / "a.json", [{}])
     write_jsonl(snapshot / "dataset_infos.json", [{}])
     shutil.copy(tmp_path / "parquet" / "0.parquet", snapshot / "data" / "train-00000-of-00001.parquet")
@@ -84,6 +85,7 @@ def test_folders_and_globs(tmp_path):
         ("snapshot", "holds several splits .*test-00000.*, .*train-00000.*; name those of one"),
         ("parquet", "names files that end in .jsonl, .parquet; give"),
         ("*.json", "names nothing"),
+        ("empty", "names a folder without rows"),
         ("none.jsonl", "names nothing that exists"),
     ):
         with pytest.raises(UserError, match=message):
