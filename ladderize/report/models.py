@@ -196,11 +196,11 @@ class ReportModel:
     @property
     def scores(self) -> str:
         """The words for its distance from the reference: divergence, perplexity, points."""
-        parts = [f"KL {self.divergence.text(4)} nats per token"] if self.divergence is not None else []
-        parts += [f"perplexity {perplexity_text(self.perplexity)}"] if self.perplexity is not None else []
-        parts += [f"a change of {change_text(self.perplexity_change)}"] if self.perplexity_change is not None else []
-        parts += [f"{points_text(self.difference)} points"] if self.difference is not None else []
-        return ", ".join(parts)
+        scores = [f"KL {self.divergence.text(4)} nats per token"] if self.divergence is not None else []
+        scores += [f"perplexity {perplexity_text(self.perplexity)}"] if self.perplexity is not None else []
+        scores += [f"a change of {change_text(self.perplexity_change)}"] if self.perplexity_change is not None else []
+        scores += [f"{points_text(self.difference)} points"] if self.difference is not None else []
+        return ", ".join(scores)
 
     @property
     def overall(self) -> PooledComparison | None:

@@ -219,13 +219,13 @@ class StageBuilder:
         options, has_text = self.spec.evaluation, "perplexity" in self.spec.evaluation
         model = made_by.model if made_by is not None else self.spec.model
         content = {key: self.inputs.data(options[key]) for key in ("perplexity", "include_path") if key in options}
-        given = parsed_options(words_of("eval", ["MODEL"], {}, options)).fill(EvalOptions)
+        evaluated = parsed_options(words_of("eval", ["MODEL"], {}, options)).fill(EvalOptions)
         packages = EVAL_PACKAGES if "tasks" in options else EVAL_PACKAGES[:3]
         identity = {
             "model": made_by.key if made_by is not None else [self.digest, model],  # the report joins by its name
             "reference": [self.digest, self.spec.model if has_text else None],  # kept predictions have its name
             "options": {**options, **content},
-            "questions": self.inputs.tasks(given) if given.tasks else None,
+            "questions": self.inputs.tasks(evaluated) if evaluated.tasks else None,
             "versions": {package: importlib.metadata.version(package) for package in packages},
         }
         needs = (made_by,) if made_by is not None else ()
