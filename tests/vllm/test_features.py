@@ -129,7 +129,8 @@ def int8_tokens(x):
 def test_int8(engines, tmp_path, ranks, recipe, model_type):
     """Tokens are those of the layout, whose ranks quantise what they read, computed slowly."""
     seed = int(torch.randint(1 << 30, ()))
-    source = save_quantised(tmp_path / "src", "int8", seed=seed, model_type=model_type, **SHAPE)
+    shape = {**SHAPE, "hidden_size": 136}  # no multiple of 16: vLLM's int8 kernel for AMX refuses this test's float32
+    source = save_quantised(tmp_path / "src", "int8", seed=seed, model_type=model_type, **shape)
     convert_checkpoint(source, tmp_path / "out", recipe, verify=False)
     config = ladderized_class(family_of({"model_type": model_type}), "Config").from_pretrained(tmp_path / "out")
     # what is summed is quantised by each virtual rank where sums are dropped, elsewhere by each process
