@@ -113,10 +113,10 @@ def covered(published: Sequence[Observation], device: DeviceSpec, link: Intercon
     held = {"times": [0, 0], "speed-ups": [0, 0]}
     for one in published:
         dense = next((other for other in published if _beside(one, other)), None)
-        times = [one.predict(case) for case in band_cases(one.parts(device, link), device, link)]
+        times = [one.predict(case) for case in band_cases(one.parts(device, link), device, [link])]
         _count(held["times"], one.seconds, times, 1)
         if dense is not None and one.variant != "dense":
-            before = [dense.predict(case) for case in band_cases(dense.parts(device, link), device, link)]
+            before = [dense.predict(case) for case in band_cases(dense.parts(device, link), device, [link])]
             ratios = [first / second for first, second in zip(before, times, strict=True)]
             _count(held["speed-ups"], dense.seconds / one.seconds, ratios, 2)
     return {name: (inside, total) for name, (inside, total) in held.items()}

@@ -58,9 +58,12 @@ class Observation:
         }
 
     def parts(self, device: DeviceSpec, link: Interconnect | None) -> dict[str, PassParts]:
-        engine, link = known_engines()[ENGINE], link if self.communicates else None
+        engine, links = known_engines()[ENGINE], (link,) if link is not None and self.communicates else ()
         sizes = self.ranks, self.batch_size, self.prompt_len, self.output_len
-        return pass_parts(Serving(read_shape(self.shape), self.dtype, False, device, engine, link, *sizes), self.ranks)
+        return pass_parts(
+            Serving(read_shape(self.shape), self.dtype, False, device, engine, links, *sizes),
+            self.ranks,
+        )
 
     def predict(self, parts: Mapping[str, PassParts]) -> float:
         """Return the seconds that passes with these parts take."""

@@ -371,7 +371,7 @@ RANDOM = "--random-weights 8b"
         ("MODEL --emulate-tp 3 --link 1,1", 1, "--emulate-tp 3 does not divide"),
         ("MODEL --schedules domino,magic", 2, "--schedules domino,magic must name sequential or domino"),
         ("MODEL --batch-size 99999999999", 1, "are free; choose fewer or smaller models"),
-        (f"{RANDOM} --emulate-tp 16 --link nccl_two_nodes_ib_ndr", 1, "was measured up to 512 bytes only"),
+        (f"{RANDOM} --emulate-tp 16 --link nccl_two_nodes_ib_ndr", 2, "joins machines; give it as --outer-link"),
         (f"{RANDOM} --layout ladder --baselines parallel", 1, "needs a dense model as the first one"),
         (f"{RANDOM} --train --output-len 9", 2, "--output-len has no effect with --train"),
         (f"{RANDOM} --train --dtype float16 --num-layers 1", 1, "float16 has too small a range for training"),

@@ -67,7 +67,7 @@ def test_a_fit_finds_what_was_planted(kind):
 def test_a_data_sheet_is_kept():
     device, known = some_device("cuda"), known_devices()["h100-sxm"]
     found = calibrate.fit_device("cuda", "bfloat16", planted("cuda", device, {1: (0, 1)}), known)
-    assert (found.fused_norm_mib, found.nvlink_gb_s) == (known.fused_norm_mib, known.nvlink_gb_s)
+    assert (found.fused_norm_mib, found.wire_gb_s, found.medium) == (known.fused_norm_mib, 450, "nvlink")
     assert found.matmul_tflop_s == known.matmul_tflop_s
     reached = found.bandwidth_share * found.memory_bandwidth_gb_s
     assert reached == pytest.approx(min(device.memory_bandwidth_gb_s, known.memory_bandwidth_gb_s), rel=0.05)

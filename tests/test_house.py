@@ -223,7 +223,7 @@ def test_only_the_plugin_imports_an_engine():
     [
         ("import ladderize; dir(ladderize); ladderize.Layout; ladderize.UserError", {"numpy", "rich", "typer"}),
         ("--help", {"numpy", "lm_eval"}),
-        ("plan --shape 70b --hardware h100-sxm --link nvlink --tp-size 8", set()),
+        ("plan --shape 70b --hardware h100-sxm --tp-size 8", set()),
     ],
 )
 def test_what_imports_no_torch(code, heavy):
@@ -233,7 +233,7 @@ def test_what_imports_no_torch(code, heavy):
     code += f"\nimport sys; assert not {heavy | {'torch', 'transformers'}} & set(sys.modules), sys.modules"
     outcome = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stderr
-    assert "--shape" not in code or "8 x h100-sxm over nvlink, batch 1 (predicted)" in outcome.stdout
+    assert "--shape" not in code or "8 x h100-sxm, batch 1 (predicted)" in outcome.stdout
 
 
 def test_the_runtime_needs_neither_lm_eval_nor_datasets(tmp_path):

@@ -2,7 +2,7 @@
 
 import json
 import random
-import re
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -15,9 +15,11 @@ from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.plan import measure, run
-from ladderize.plan.hardware import known_engines, read_device
+from ladderize.plan.hardware import known_devices, known_engines, own_links, read_device
+from ladderize.plan.losses import measured_loss
+from ladderize.plan.passes import Serving
 from ladderize.plan.run import PlanResult
-from ladderize.runtime.bench.options import LAYOUT_NAMES
+from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.shards import read_shape
 from tests.helpers import (
     SHAPE,
@@ -34,6 +36,7 @@ from tests.quantised import save_quantised
 from tests.test_sensitivity import oracle_nll
 
 H100 = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "8")
+ROOT = Path(__file__).parent.parent
 TINY = ("--prompt-len", "12", "--output-len", "9")
 
 
@@ -65,6 +68,10 @@ def hardware(tmp_path):
     path = tmp_path / "box.yaml"
     path.write_text(yaml.safe_dump({"device": device, "link": link}))
     return path
+
+
+def results(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
 def planned(*arguments):
@@ -99,14 +106,14 @@ def test_a_quantised_checkpoint_is_planned_as_fp8(tmp_path):
     assert after[1].speedup > before[1].speedup
 
 
-def test_bounds_and_bands_of_a_known_shape():
+def test_rows_and_bands_of_a_known_shape():
     result = planned("--shape", "70b", *H100, "--batch-size", "1,16")
-    names = [*LAYOUT_NAMES, "parallel", "no-comm"]
+    shares = ["ladder=40:80", "delayed=40:80", "spd=24:80"]
+    names = ["dense", *shares, "ladder", "delayed", "spd", "no-comm"]
     for group in result.groups():
         rows = {row.name: row for row in group}
         assert list(rows)[: len(names)] == names
-        kinds = [row.kind for row in rows.values()]
-        assert kinds[: len(names) + 1] == ["layout"] * len(LAYOUT_NAMES) + ["bound"] * 2 + ["exact"]
+        assert [row.kind for row in group[:9]] == ["layout"] * 7 + ["bound", "exact"]
         dense = rows["dense"]
         assert (dense.speedup_low, dense.speedup, dense.speedup_high) == (1, 1, 1)
         assert all(rows[name].speedup <= rows["no-comm"].speedup for name in names)
@@ -114,6 +121,93 @@ def test_bounds_and_bands_of_a_known_shape():
         for row in rows.values():
             assert row.speedup_low <= row.speedup <= row.speedup_high
             assert row.basis == "predicted"
+        # what is known of accuracy is of layouts on such shares of the layers
+        losses = {name: row.loss for name, row in rows.items() if row.loss is not None}
+        assert list(losses) == [*shares, "ladder", "delayed"]
+        assert [loss.needs_long_training for loss in losses.values()] == [False] * 3 + [True] * 2
+
+
+def test_rows_that_the_ranks_or_the_family_cannot_run_are_left_out(tmp_path):
+    """Without --layout; a layout that is named is refused."""
+    shape = tmp_path / "config.json"
+    shape.write_text(json.dumps({**read_shape("70b"), "num_key_value_heads": 8}))
+    rows = planned("--shape", shape, *H100[:-1], "8", "--sync-tp-size", "3").rows
+    assert [row.name for row in rows[:4]] == ["dense", "ladder=40:80", "ladder", "no-comm"]
+
+
+def test_losses_are_those_that_were_measured():
+    models = {model["name"]: model for file in ("real_sweep", "real_few") for model in results(file)["models"]}
+    measured = {
+        "ladder=20:29": "ladder-few, align 128 windows",
+        "ladder=15:30": "ladder-upper, align 32 windows",
+        "ladder": "ladder-all, align 32 windows",
+        "delayed=20:29": "delayed-few, align 128 windows",
+        "delayed=15:30": "delayed-upper, align 32 windows",
+        "delayed": "delayed-all, align 32 windows",
+        "spd=20:29": "spd-few, align 32 windows",
+        "spd=8:30": "spd, align 32 windows",
+    }
+    for name, model in measured.items():
+        loss = measured_loss(named_layout(name, 30, 3))
+        points = models[model]["points"]
+        found = (loss.points, loss.low, loss.high)
+        assert found == pytest.approx((points["value"], points["low"], points["high"]), abs=0.051)
+    both = Layout.from_layers(30, spd=range(8, 30), delayed=range(15, 30), sync_tp_size=3)
+    assert measured_loss(both).points == pytest.approx(models["spd-delayed, align 32 windows"]["points"]["value"])
+    for unknown in ("spd", "spd+ladder", "ladder=8:30", "dense"):
+        assert measured_loss(named_layout(unknown, 30, 3)) is None
+
+
+# ---- its links ----
+
+
+@pytest.mark.parametrize(
+    ("device", "engine", "ranks", "links"),
+    [
+        ("h100-sxm", "vllm", 8, {"nccl_nvlink_h100", "nvls_multimem_h100", "one_shot_nvlink_h100"}),
+        ("a100-80gb", "vllm", 8, {"nccl_nvlink_h100", "one_shot_nvlink_h100"}),  # its switch sums nothing
+        ("h100-sxm", "published", 8, {"nvlink"}),
+        ("l40s", "vllm", 2, {"nccl_pcie4", "one_shot_pcie"}),
+        ("l40s", "vllm", 4, {"nccl_pcie4"}),  # vLLM's own kernel takes two cards over PCIe
+        ("v100-pcie", "vllm", 4, {"nccl_pcie"}),
+        ("rtx-pro-6000", "vllm", 8, {"nccl_pcie5"}),
+        ("rtx-4090", "vllm", 2, {"nccl_host"}),
+        ("b200", "vllm", 8, {"nccl_nvlink_b300", "nvls_multimem_b300", "one_shot_nvlink_b300"}),
+        ("mi300x", "vllm", 8, {"nccl_xgmi", "one_shot_xgmi"}),
+    ],
+)
+def test_an_engine_takes_its_fastest_all_reduce(device, engine, ranks, links):
+    spec, facts = read_device(device), known_engines()[engine]
+    own = own_links(spec, facts, ranks)
+    assert {link.name for link in own} == links
+    dtype = "float16" if device.startswith("v100") else "bfloat16"
+    served = Serving(read_shape("8b"), dtype, False, spec, facts, own, ranks, 1, 1024, 8)
+    for size in (1 << 12, 1 << 18, 1 << 25):
+        assert served.fastest(size).seconds(size) == min(link.at(ranks).seconds(size) for link in own)
+    row = planned("--shape", "8b", "--hardware", device, "--tp-size", ranks, "--engine", engine).rows[0]
+    assert set(row.all_reduces.values()) <= links
+
+
+def test_every_known_card_is_planned_without_a_link():
+    for name, device in known_devices().items():
+        for ranks in (2, 4, 8):
+            rows = planned("--shape", "8b", "--hardware", name, "--tp-size", ranks, "--layout", "ladder=16:32").rows
+            dense, ladder = rows[:2]
+            assert dense.fits
+            assert set(dense.all_reduces) == {"prefill", "decode"}
+            assert 1 <= ladder.speedup < 2
+            assert name == device.name
+
+
+def test_one_and_two_machines_in_one_table():
+    where = ("--shape", "70b", "--hardware", "h100-sxm", "--tp-size", "8,16")
+    outcome = invoke("plan", *where, "--outer-link", "nccl_two_nodes_ib_ndr")
+    assert "8 x h100-sxm, batch 1 (predicted)" in outcome.stdout
+    assert "prefill nccl_nvlink_h100 + nccl_two_nodes_ib_ndr" in outcome.stdout
+    assert outcome.stderr == ""
+    one, two = (planned(*where, "--outer-link", outer).groups() for outer in ("nccl_two_nodes_ib_ndr", "900,1"))
+    assert [row.speedup for row in one[0]] == [row.speedup for row in two[0]]  # what joins machines is not in the first
+    assert one[1][0].waiting_share < two[1][0].waiting_share
 
 
 def test_memory_is_that_of_the_tensors(dense, hardware):
@@ -136,55 +230,81 @@ def test_memory_is_that_of_the_tensors(dense, hardware):
 # ---- what it says ----
 
 
-def test_where_converting_is_not_worth_it(tmp_path):
-    said = "converting is not worth it there"
-    slow = invoke("plan", "--shape", "8b", *H100[:2], "--link", "500,1", "--tp-size", "2")
-    assert said not in slow.stdout
-    fast = invoke("plan", "--shape", "8b", *H100[:2], "--link", "0,1e6", "--tp-size", "2", "--batch-size", "1,64")
-    assert fast.stdout.count(said) == 2
-    alone = invoke("plan", "--shape", "8b", *H100[:2], "--tp-size", "1")
-    assert "one rank sends nothing" in alone.stdout
+def verdicts(*arguments):
+    """The verdicts, and what is printed behind the tables."""
+    return planned(*arguments).verdicts, " ".join(invoke("plan", *arguments).stdout.split())
+
+
+def test_where_converting_is_not_worth_it():
+    where = ("--shape", "8b", *H100[:2])
+    slow, _ = verdicts(*where, "--link", "500,1", "--tp-size", "2")
+    assert slow[0].worth == "yes"
+    fast, shown = verdicts(*where, "--link", "0,1e6", "--tp-size", "2", "--batch-size", "1,64")
+    assert {verdict.worth for verdict in fast} == {"no"}
+    assert shown.count("Not worth it: dense waits for all-reduces 0.0% of its time.") == 2
+    assert "next: " not in shown
+    alone, shown = verdicts(*where, "--tp-size", "1")
+    assert alone[0].worth == "no"
+    assert "Nothing to gain: one rank sends nothing." in shown
 
 
 @pytest.mark.parametrize(
-    ("ranks", "batch", "link", "verdict"),
+    ("arguments", "worth", "sentence"),
     [
-        (2, 1, "nvlink", "does not pay: it is no faster than fused"),
-        (8, 16, "nvls_multimem_h100", "is not shown to pay: fused may be"),
-        (8, 64, "nvls_multimem_h100", None),
+        (("8b", "--link", "500,1", "--tp-size", 2), "yes", "Worth trying: ladder 16:32 gives {best}."),
+        (("8b", "--link", "500,1", "--tp-size", 2, "--layout", "ladder"), "yes", "{best} after a long training."),
+        (("70b", "--tp-size", 8), "no", "Not worth it: fused sums give {rival:.2f}x without any change, ladder 40:80"),
+        (
+            ("70b", "--tp-size", 8, "--layout", "ladder"),
+            "perhaps",
+            "gives {best} after a long training, but",
+        ),
+        (("8b", "--link", "5,300", "--tp-size", 2), "no", "Not worth it: ladder 16:32 gives {best}."),
+        (("8b", "--link", "28,300", "--tp-size", 2), "perhaps", "gives {best}, so that it may be slower than dense."),
     ],
 )
-def test_a_layout_has_to_beat_what_changes_no_result(ranks, batch, link, verdict):
-    """By its speed-up, and then by its band."""
-    where = ("--shape", "70b", *H100[:2], "--link", link, "--tp-size", ranks, "--batch-size", batch)
-    result = planned(*where, "--layout", "ladder")
-    ladder, exact = result.rows[1], [row for row in result.rows if row.kind == "exact"]
-    assert all(one.fits for one in exact)
-    pays = ladder.speedup > max([1.0, *(one.speedup for one in exact)])
-    surely = ladder.speedup_low > max([1.0, *(one.speedup_high for one in exact)])
-    assert (pays, surely) == (verdict is None or "shown" in verdict, verdict is None)
-    outcome = invoke("plan", *where, "--layout", "ladder")
-    shown = " ".join(outcome.stdout.split())
-    assert ("to pay" in shown or "not pay" in shown) == (verdict is not None)
-    assert verdict is None or f"batch {batch}: ladder {verdict}" in shown
-    for one in exact:
-        assert re.search(f"^{one.name} +{one.speedup:.2f}x", outcome.stdout, re.MULTILINE)
+def test_verdicts(arguments, worth, sentence):
+    """A layout has to gain more than a little, more than what changes no result, and surely."""
+    where = ("--hardware", "l40s" if "--link" in arguments else "h100-sxm", "--shape", *arguments)
+    result = planned(*where)
+    (verdict,), rows = result.verdicts, {row.name: row for row in result.rows}
+    best = rows[verdict.layout or next(name for name in rows if name.startswith("ladder"))]
+    rival = max([rows["dense"], *(row for row in result.rows if row.kind == "exact")], key=lambda row: row.speedup)
+    expected = sentence.format(
+        best=f"{best.speedup:.2f}x ({best.speedup_low:.2f} to {best.speedup_high:.2f})", rival=rival.speedup
+    )
+    assert expected in verdict.sentence
+    assert verdict.worth == worth
+    shown = " ".join(invoke("plan", *where).stdout.split())
+    assert verdict.sentence in shown
+    options = f"--ladder {best.name.partition('=')[2] or 'all'}"
+    assert shown.endswith(f"next: ladderize convert MODEL OUT {options}") == (worth != "no")
+    by_speed = best.speedup >= 1.05 and best.speedup > rival.speedup
+    surely = best.speedup_low > max(1, rival.speedup_high if rival.name != "dense" else 1)
+    assert (by_speed, by_speed and surely) == (worth != "no", worth == "yes")
+
+
+def test_what_does_not_fit_is_said_first():
+    where = ("--shape", "405b", "--hardware", "h100-sxm", "--tp-size", "4")
+    result, lines = planned(*where), invoke("plan", *where).stdout.splitlines()
+    need = result.rows[0].memory_need_bytes / 1e9
+    sentence = f"It does not fit: each rank needs {need:.0f} GB or more; the smallest --tp-size that fits is 16."
+    assert lines[2] == f"4 x h100-sxm, batch 1: {sentence}"
+    assert not [line for line in lines if "speed-up" in line]  # no speeds of what cannot run
+    assert planned(*where[:-1], "16", "--outer-link", "20,100").rows[0].fits
 
 
 @pytest.mark.parametrize(
     ("words", "doubt"),
     [
-        (("--link", "nvlink"), "so that less is to be gained: see --link one_shot_nvlink_h100"),
         (("--engine", "published", "--prompt-len", "8000"), "published writes all attention scores of a prompt to"),
-        (("--hardware", "l40s", "--link", "nvlink"), "and l40s has none: give --link"),
-        (("--link", "nccl_pcie"), "nccl_pcie was not timed at messages of 8.39 MB with 4 ranks: extrapolated"),
-        (("--shape", "405b"), "4 x h100-sxm, batch 1: it does not fit: weights, KV cache and prefill make"),
+        (("--link", "nccl_pcie"), "nccl_pcie is carried to messages of 8.39 MB: hence its part of the bands is wide"),
     ],
 )
 def test_doubts_are_said_where_they_belong(words, doubt):
     where = ("--shape", "8b", "--hardware", "h100-sxm", "--tp-size", "4", "--layout", "dense", "--link", "20,100")
-    assert doubt in invoke("plan", *where, *words).stderr
-    assert doubt not in invoke("plan", *where).stderr
+    assert doubt in invoke("plan", *where, *words).stdout
+    assert doubt not in invoke("plan", *where).stdout
     assert any(doubt in one for one in planned(*where, *words).doubts)
 
 
@@ -198,7 +318,7 @@ def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
     for engine in known_engines():
         assert basis("2", "--engine", engine) == {"calibrated" if engine == timed else "predicted"}
     outcome = invoke("plan", dense, "--hardware", hardware, "--tp-size", "2,8", *TINY)
-    assert "Warning: wire was not timed with 8 ranks: extrapolated from 2 and 4 ranks" in outcome.stderr
+    assert "wire is carried to 8 ranks, extrapolated from 2 and 4 ranks" in outcome.stdout
     assert "batch 1 (calibrated)" in outcome.stdout
     assert "batch 1 (predicted)" in outcome.stdout
     for key in ("link", "device"):
@@ -216,11 +336,24 @@ def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
         (("--shape", "8b", "--hardware", "h1000", "--tp-size", "1"), "--hardware h1000 is neither one of"),
         (H100, "name a checkpoint, or a shape with --shape, and not both"),
         (("--shape", "8b", *H100, "--layout", "rungs"), "--layout rungs is not one of dense, ladder, delayed, spd,"),
-        (("--shape", "8b", *H100, "--sync-tp-size", "3"), "--tp-size 8 neither divides nor is a multiple of the 3"),
-        (("--shape", "8b", *H100[:-1], "32"), "--link nvlink was measured with 2, 4 and 8 ranks, not 32"),
-        (("--shape", "8b", *H100[:2], "--tp-size", "8"), "8 ranks send messages: give --link"),
+        (
+            ("--shape", "8b", *H100, "--sync-tp-size", "3", "--layout", "spd"),
+            "neither divides nor is a multiple of the 3",
+        ),
+        (("--shape", "8b", *H100[:-1], "16"), "16 h100-sxm are no machine: it has 8 at most. Give --outer-link"),
+        (
+            ("--shape", "8b", *H100[:-1], "8", "--engine", "runtime-cpu", "--link", "nccl_two_nodes_ib_ndr"),
+            "joins machines",
+        ),
+        (
+            ("--shape", "8b", *H100[:2], "--tp-size", "8", "--engine", "runtime-cpu"),
+            "examples/hardware/my-card.yaml",
+        ),
         (("--shape", "8b", *H100, "--verify", "3"), "a choice needs the costs of layers and a budget"),
-        (("--shape", "70b", *H100, "--outer-link", "40,25"), "--outer-link joins groups of ranks"),
+        (
+            ("--shape", "70b", *H100, "--outer-link", "40,25"),
+            "--outer-link joins machines of 8 ranks: give",
+        ),
     ],
 )
 def test_what_is_refused(arguments, message):
@@ -330,7 +463,7 @@ def test_groups_of_ranks_that_a_slow_link_joins(tmp_path):
         document = invoke_json("plan", "--shape", "70b", *machines, "--batch-size", 2, "--outer-link", outer)
         rows[outer] = {row["name"]: row for row in document["rows"]}
     slower, faster = rows.values()
-    assert set(slower) >= {"dense", "ladder", "delayed", "spd", "spd+delayed", "2 replicas"}
+    assert set(slower) >= {"dense", "ladder", "delayed", "spd", "2 replicas"}
     for name in ("dense", "ladder", "delayed", "spd"):
         assert slower[name]["prefill_ms"] > faster[name]["prefill_ms"]
     assert slower["2 replicas"]["prefill_ms"] == faster["2 replicas"]["prefill_ms"]  # each on a machine of its own

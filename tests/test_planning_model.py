@@ -59,7 +59,8 @@ def parts_of(
     config, device, engine=BARE, link=NO_LINK, ranks=1, workload=(1, 64, 16), virtual=None, contention=0.0, fp8=False
 ):
     """Parts by phase. workload: batch size, and lengths of prompt and output."""
-    sent = None if link is NO_LINK else Interconnect(link.name, [], contention, 0, False, "a test", any_ranks=link)
+    over = Interconnect(link.name, [], contention, 0, False, "a test", any_ranks=link)
+    sent = () if link is NO_LINK else (over,)
     return pass_parts(Serving(config, "bfloat16", fp8, device, engine, sent, ranks, *workload), virtual)
 
 
@@ -186,7 +187,7 @@ class HandMachine:
         self.rows = [InterconnectRow(count, random.uniform(20, 90), random.uniform(1, 9)) for count in (2, 4, 8)]
         wire = Interconnect("wire", self.rows, 0.2, 0.1, False, "a test")
         spec = dataclasses.replace(only(), kernel_us=1.0, **device)
-        self.serving = Serving(config, "bfloat16", False, spec, engine, wire, ranks, batch, 7, 5)
+        self.serving = Serving(config, "bfloat16", False, spec, engine, (wire,), ranks, batch, 7, 5)
 
     def message_us(self, ranks: int, rows: int) -> float:
         """A ring carries 2 (N - 1) / N of a message."""
@@ -207,8 +208,8 @@ class HandMachine:
         """Changes fields of the device, the link, or the whole."""
         for name, value in changes.items():
             if not hasattr(self.serving, name):
-                part = "device" if hasattr(self.serving.device, name) else "link"
-                name, value = part, dataclasses.replace(getattr(self.serving, part), **{name: value})
+                part, before = "device", self.serving.device
+                name, value = part, dataclasses.replace(before, **{name: value})
             self.serving = dataclasses.replace(self.serving, **{name: value})
 
     @property
@@ -261,7 +262,8 @@ def test_a_fused_norm_by_hand():
     assert steps.speedup == pytest.approx(whole / (prefill + 4 * decode / 1.125))
     assert fused(sizes[0] / 1.01) is None
     fused(sizes[1])
-    hand.change(medium="PCIe of V100")
+    over_pcie = dataclasses.replace(hand.serving.links[0], medium="pcie")
+    hand.change(links=(over_pcie,))
     assert "fused" not in hand.exact
     # replicas are fused where vLLM fuses
     hand = HandMachine(8, 3, fused_norm_mib={4: 1e6})
@@ -337,7 +339,7 @@ def test_links_between_measured_ranks_are_interpolated_and_said_so():
     rows = [InterconnectRow(2, 10.0, 100.0, 8, 1 << 30), InterconnectRow(8, 22.0, 160.0, 16, 1 << 20)]
     link = Interconnect("mine", rows, 0.1, 0.05, True, "a test")
     link.check("here")
-    assert link.at(8) == Link("mine", 22.0, pytest.approx(160 * 8 / 14), 16, 1 << 20, "a test")
+    assert link.at(8) == Link("mine", 22.0, pytest.approx(160 * 8 / 14), 16, 1 << 20, "a test", "", 0.05)
     between = link.at(4)
     assert (between.alpha_us, between.beta_gb_s) == (pytest.approx(14), pytest.approx(120 * 4 / 6))
     assert between.derived == "interpolated from 2 and 8 ranks"
@@ -345,10 +347,15 @@ def test_links_between_measured_ranks_are_interpolated_and_said_so():
     assert (beyond.alpha_us, beyond.beta_gb_s) == (pytest.approx(38), pytest.approx(160 * 16 / 30))
     assert beyond.derived == "extrapolated from 2 and 8 ranks"
     assert link.at(1) == NO_LINK
-    with pytest.raises(UserError, match="measured with 2 and 8 ranks, not 32"):
-        link.at(32)
-    with pytest.raises(UserError, match="measured with 8 ranks, not 4"):
-        dataclasses.replace(link, rows=rows[1:]).at(4)
+    # errors grow with the distance from what was timed, in ranks and in sizes
+    errors = [link.at(ranks).error(1 << 10) for ranks in (8, 4, 16, 64)]
+    assert errors == pytest.approx([0.05, math.hypot(0.05, 0.1), math.hypot(0.05, 0.2), math.hypot(0.05, 0.6)])
+    assert link.at(8).error(1) == pytest.approx(0.05 + 0.2)
+    single = dataclasses.replace(link, rows=rows[1:])
+    assert (single.at(4).alpha_us, single.at(4).beta_gb_s) == (22 * 0.75, pytest.approx(160 * 4 / 6))
+    wider = dataclasses.replace(link, wire_gb_s=30.0).over_wires(60.0).at(8)
+    assert (wider.alpha_us, wider.beta_gb_s) == (22, pytest.approx(2 * 160 * 8 / 14))
+    assert wider.relative_error == pytest.approx(math.hypot(0.05, 0.2))
     steep = dataclasses.replace(link, rows=[InterconnectRow(4, 5.0, None), InterconnectRow(8, 45.0, None)])
     assert steep.at(2).alpha_us == 2.5  # not negative
     assert steep.at(2).beta_gb_s is None
@@ -375,7 +382,7 @@ def test_a_ratios_band_is_narrower_than_a_times():
     parts = parts_of(config, device, known_engines()["runtime"], link.at(8), 8, contention=0.2)
     layers = config["num_hidden_layers"]
     dense, ladder = Layout.dense(layers), Layout.from_layers(layers, ladder=range(layers))
-    cases = [case["decode"] for case in band_cases(parts, device, link)]
+    cases = [case["decode"] for case in band_cases(parts, device, [link])]
     times = [predict_pass(case, dense).total for case in cases]
     ratios = [before / predict_pass(case, ladder).total for before, case in zip(times, cases, strict=True)]
     assert 0 < relative_band(ratios) < relative_band(times) < 0.5
@@ -383,8 +390,9 @@ def test_a_ratios_band_is_narrower_than_a_times():
     # all compute: twice its error, and the scatter of runs beside it
     silent = [predict_silent(case).total for case in cases]
     assert relative_band(silent) == pytest.approx(2 * math.hypot(0.1, 0.02), rel=1e-6)
-    surer = dataclasses.replace(device, relative_error=0.01), dataclasses.replace(link, relative_error=0.01)
-    closer = [predict_pass(case["decode"], dense).total for case in band_cases(parts, *surer)]
+    surer = {phase: dataclasses.replace(one, message_error=0.01) for phase, one in parts.items()}
+    cases = band_cases(surer, dataclasses.replace(device, relative_error=0.01), [link])
+    closer = [predict_pass(case["decode"], dense).total for case in cases]
     assert relative_band(closer) < relative_band(times)
 
 
@@ -394,7 +402,7 @@ def test_a_link_of_two_levels():
     outer = Interconnect("out", [], 0.3, 0.2, False, "a test", any_ranks=Link("out", 50.0, 10.0))
     joined, size = inner.joined_by(outer, 4), random.randint(1, 1 << 24)
     assert joined.at(8).seconds(size) == pytest.approx(53e-6 + size / 100e9 + size / 4 / 10e9)
-    assert joined.at(4) == inner.at(4)
+    assert joined.at(4).seconds(size) == inner.at(4).seconds(size)
     assert [link.name for link in joined.parts(8, 4)] == ["in", "out"]
     assert joined.relative_error == 0.2
     with pytest.raises(UserError, match="6 ranks are no groups of 4"):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ladderize
 from ladderize.choices import AS_JSON, option
@@ -10,6 +11,9 @@ from ladderize.commands.shared import LOADING, command_line
 from ladderize.console import Console
 from ladderize.files.regular import resolved
 from ladderize.plan.options import PlanGoal, PlanModel, PlanOptions
+
+if TYPE_CHECKING:
+    from ladderize.plan.run import PlanResult
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ def plan(given: GivenOptions) -> None:
     for path in (arguments.out, arguments.recipe_out):
         if path is not None:
             console.note(f"wrote {path}")
+    if result.choice is None and (command := next_command(result)) is not None:
+        console.result(f"next: {command}")
     if result.choice is not None and choice.model is not None:
         made = f"{resolved(choice.model).name}-planned"  # in the current folder, also for "." and hub ids
         make = command_line("convert", choice.model, made, "--recipe", arguments.recipe_out or "RECIPE.yaml")
@@ -59,3 +65,17 @@ def plan(given: GivenOptions) -> None:
         if result.choice.aligned is not None:
             how = ("--method", "align", "--distill-from", choice.model, "--data", "DATA")
             console.result(f"align it, as was measured: {command_line('adapt', made, f'{made}-aligned', *how)}")
+
+
+def next_command(result: "PlanResult") -> str | None:
+    """Return the command that makes the layout of the first verdict for it; None where all are against one."""
+    from ladderize.plan.run import CHECKPOINT_ROW
+
+    worth = [verdict for verdict in result.verdicts if verdict.layout not in (None, CHECKPOINT_ROW)]
+    if not worth:
+        return None
+    kinds, _, ranges = str(worth[0].layout).partition("=")
+    options = [text for kind in kinds.split("+") for text in (f"--{kind}", ranges or "all")]
+    if kinds != "ladder":
+        options += ["--sync-tp-size", str(result.model.sync_tp_size or worth[0].tp_size)]
+    return command_line("convert", result.model.model or "MODEL", "OUT", *options)

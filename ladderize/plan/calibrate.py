@@ -248,7 +248,9 @@ def fit_device(kind: str, dtype: str, groups: Sequence[TimedGroup], known: Devic
             memory_gib=known.memory_gib,
             bandwidth_share=min(1.0, bandwidth / known.memory_bandwidth_gb_s),
             matmul_share=min(1.0, rate / known.matmul_tflop_s[dtype]),
-            nvlink_gb_s=known.nvlink_gb_s,
+            medium=known.medium,
+            wire_gb_s=known.wire_gb_s,
+            multimem=known.multimem,
             fused_norm_mib=known.fused_norm_mib,
             faster_unfused_mib=known.faster_unfused_mib,
         )

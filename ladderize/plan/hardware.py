@@ -1,9 +1,10 @@
 """The device that a forward pass runs on, and the facts of the engine whose code it runs. Imports no torch."""
 
 import dataclasses
-import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ladderize.files.documents import read_section
 from ladderize.files.parsing import read_yaml
 from ladderize.files.records import Record
 from ladderize.files.regular import names_a_file
+from ladderize.runtime.collectives.links import Interconnect, known_interconnects
 
 DEVICE_TABLE = Path(__file__).parent / "devices.yaml"
 ENGINE_TABLE = Path(__file__).parent / "engines.yaml"
@@ -50,6 +52,8 @@ class EngineFacts(Record):
     all_logits: bool  # a prefill computes the logits of every token of a prompt, not only of the last
     replicate_vocab: bool  # every rank holds the whole embedding and LM head: nothing of them is communicated
     source: str
+    # by the kind of the wires: the kernels of all-reduces that it chooses among, and the most ranks that each takes
+    collectives: dict[str, dict[str, int]] = field(default_factory=dict)
     cache_bytes: int | None = None  # of a number in the KV cache; None: as the weights
     # operations, views included, that the host starts one by one in a prefill; 0 where it does not matter (CPUs), or a
     # CUDA graph starts them all
@@ -84,8 +88,12 @@ class DeviceSpec(Record):
     serial_share: float = 0.0
     # the extra time of a product of 2 to 256 rows, as a share of its time
     thin_share: float = 0.0
-    # of its NVLink, to all others, in one direction; 0 where it has none, None where it is unknown
-    nvlink_gb_s: float | None = None
+    # what joins the cards of a machine: the kind of the wires (links.csv), and their bandwidth for one card in one
+    # direction; None where they are unknown
+    medium: str | None = None
+    wire_gb_s: float | None = None
+    multimem: bool = False  # its NVLink's switch sums (NVLS)
+    machine: int = 8  # cards of a machine, at most
     # MiB of a message by ranks: the size up to which vLLM fuses its all-reduce with the norm behind it, on this kind of
     # card; and the size from which on its own all-reduce was measured to be faster than that
     fused_norm_mib: dict[int, float] = field(default_factory=dict)
@@ -119,7 +127,7 @@ class DeviceSpec(Record):
         return self.matmul_tflop_s[dtype] * 1e12 * self.matmul_share
 
 
-@functools.cache
+@cache
 def known_devices() -> dict[str, DeviceSpec]:
     """Return the rows of devices.yaml, by name."""
     devices: dict[str, DeviceSpec] = {}
@@ -140,11 +148,32 @@ def _completed(row: Mapping[str, Any], devices: Mapping[str, DeviceSpec], where:
     return {**{key: getattr(devices[name], key) for key in LIKE_ANOTHER}, **row}
 
 
-@functools.cache
+@cache
 def known_engines() -> dict[str, EngineFacts]:
     """Return the rows of engines.yaml, by name."""
     rows = read_yaml(ENGINE_TABLE)
     return {name: EngineFacts.from_dict({"name": name, **row}, f"{ENGINE_TABLE}: {name}") for name, row in rows.items()}
+
+
+def own_links(device: DeviceSpec, engine: EngineFacts, ranks: int) -> tuple[Interconnect, ...]:
+    """Return the links over the device's own wires that the engine's kernels have with so many ranks.
+
+    Of each kernel it is the one that was timed over the most similar wires. None where the wires are unknown.
+    """
+    if device.medium is None or device.wire_gb_s is None:
+        return ()
+    kernels = engine.collectives.get(device.medium, {})
+    links: dict[str, Interconnect] = {}
+    for link in known_interconnects().values():
+        kernel = str(link.kernel)
+        fits = ranks <= kernels.get(kernel, 0) and (device.multimem or kernel != "multimem")
+        if link.medium == device.medium and fits:
+            links[kernel] = min(links.get(kernel, link), link, key=partial(_unlikeness, device.wire_gb_s))
+    return tuple(link.over_wires(device.wire_gb_s) for link in links.values())
+
+
+def _unlikeness(wire_gb_s: float, link: Interconnect) -> float:
+    return abs(math.log(wire_gb_s / (link.wire_gb_s or wire_gb_s)))
 
 
 def read_device(text: str) -> DeviceSpec:

@@ -15,7 +15,7 @@ max(a, c + contention * a) together.
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ class Serving:
     config: sizes, as config.json names them.
     dtype: to compute in, and of messages.
     is_fp8: projections read 8-bit floats and write ``dtype``.
-    link: None where nothing is sent.
+    links: the links that messages take, the fastest for each size; none where nothing is sent.
     output_len: new tokens; the first one belongs to the prefill, as in ``ladderize bench``.
     """
 
@@ -45,7 +45,7 @@ class Serving:
     is_fp8: bool
     device: DeviceSpec
     engine: EngineFacts
-    link: Interconnect | None
+    links: tuple[Interconnect, ...]
     ranks: int
     batch_size: int
     prompt_len: int
@@ -56,10 +56,23 @@ class Serving:
         """The sizes of one rank. Raises LayoutError for sizes that the ranks do not divide."""
         return Shape.from_config(self.config, tp_size=self.ranks, rank=0, replicate_vocab=self.engine.replicate_vocab)
 
+    def fastest(self, size: int) -> Link:
+        """Return the fastest link of all ranks for a message of ``size`` bytes; NO_LINK where nothing is sent."""
+        return _fastest((link.at(self.ranks) for link in self.links), size)
+
+    def fastest_parts(self, size: int, group: int) -> tuple[Link, Link]:
+        """Return the fastest links of groups of ``group`` ranks: within a group, and between groups."""
+        inner, outer = zip(*(link.parts(self.ranks, group) for link in self.links), strict=True)
+        return _fastest(inner, size), _fastest(outer, size)
+
     @property
     def passes(self) -> dict[str, int]:
         """The number of passes by phase: a prefill, and all decode steps."""
         return {"prefill": 1, "decode": self.output_len - 1}
+
+
+def _fastest(links: Iterable[Link], size: int) -> Link:
+    return min(links, key=lambda link: link.seconds(size), default=NO_LINK)
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,7 @@ class PassParts:
     reading: the extra compute of attention that reads partials, behind a delayed MLP.
     parallel: both sub-modules of a layer of the parallel baseline.
     rest: the compute outside of all layers.
-    message: one all-reduce of a layer, alone, of ``message_bytes``.
+    message: one all-reduce of a layer, alone, of ``message_bytes``; ``message_error`` is that of its time.
     message_start: the part of ``message`` that the host spends, which no compute hides.
     within, across, gather: a delayed sum where several ranks are one virtual rank: the sum within their group, the
         message between groups, and the gathering of the slices of a long one. No compute hides the first and the last.
@@ -98,6 +111,7 @@ class PassParts:
     gather: float
     norm: float = 0.0
     reading: float = 0.0
+    message_error: float = 0.0
 
 
 def pass_parts(serving: Serving, sync_tp_size: int | None = None) -> dict[str, PassParts]:
@@ -108,18 +122,14 @@ def pass_parts(serving: Serving, sync_tp_size: int | None = None) -> dict[str, P
     Raises LayoutError for sizes that the ranks do not divide, and UserError for a dtype that the device has no peak
     for, or a link that is not known with so many ranks.
     """
-    engine, link = serving.engine, serving.link
-    joined, contention = (NO_LINK, 0.0) if link is None else (link.at(serving.ranks), link.contention)
+    engine = serving.engine
     prompt, end = serving.prompt_len, serving.prompt_len + serving.output_len
     read = (end, end) if engine.masked_prefill else (1, prompt)
     seen = (prompt + 1, max(prompt + 1, end - 1))  # step j of output_len - 1 sees the prompt and j new tokens
-    virtual, size = hosted_ranks(sync_tp_size, serving.ranks), group_size(sync_tp_size, serving.ranks)
-    groups = None if link is None or size == 1 else (size, *link.parts(serving.ranks, size))
     launch_s = 1e-6 * serving.device.launch_us
     return {
-        "prefill": _Pass(serving, prompt, read).parts(joined, groups, contention, virtual, launch_s),
-        # one CUDA graph starts a decode step as a whole
-        "decode": _Pass(serving, 1, seen).parts(joined, groups, contention, virtual, 0.0),
+        "prefill": _Pass(serving, prompt, read).parts(sync_tp_size, launch_s),
+        "decode": _Pass(serving, 1, seen).parts(sync_tp_size, 0.0),  # one CUDA graph starts a decode step as a whole
     }
 
 
@@ -156,6 +166,7 @@ class _Pass:
 
     def __init__(self, serving: Serving, tokens: int, seen: tuple[int, int]) -> None:
         shape, device = serving.shape, serving.device
+        self.serving = serving
         self.shape, self.device, self.engine = shape, device, serving.engine
         self.batch, self.tokens, self.seen, self.is_fp8 = serving.batch_size, tokens, seen, serving.is_fp8
         self.rows, self.width = self.batch * tokens, WIDTHS[serving.dtype]
@@ -174,16 +185,15 @@ class _Pass:
         """Return the time of starting kernels, and of moving so many bytes."""
         return 1e-6 * kernels * self.device.kernel_us + size / self.device.reached_bytes_s
 
-    def parts(
-        self, link: Link, groups: tuple[int, Link, Link] | None, contention: float, virtual: int, launch_s: float
-    ) -> PassParts:
+    def parts(self, sync_tp_size: int | None, launch_s: float) -> PassParts:
         """Return the parts of this pass.
 
-        groups: the ranks of a group that is one virtual rank, the link within it, and the link between groups; None
-            where each rank is one.
-        virtual: the number of virtual ranks that a rank computes apart where it has to.
+        sync_tp_size: virtual ranks.
         launch_s: the host's time for each operation that it starts by itself.
         """
+        serving = self.serving
+        virtual, group = hosted_ranks(sync_tp_size, serving.ranks), group_size(sync_tp_size, serving.ranks)
+        link = serving.fastest(self.stream)
         engine = self.engine
         attention, mlp = self.attention(1), self.mlp(1)
         reading = self.reading(virtual)
@@ -196,11 +206,11 @@ class _Pass:
             start = max(0.0, launch_s * engine.message_launches - ahead)
             message = max(link.seconds(self.stream), start)
         across = message
-        if groups is not None:
-            size, inner, outer = groups
+        if link is not NO_LINK and group > 1:
+            inner, outer = serving.fastest_parts(self.stream, group)
             is_sliced = self.stream >= SLICED_BYTES
             within = inner.seconds(self.stream)
-            across = max(outer.seconds(self.stream // size if is_sliced else self.stream), start)
+            across = max(outer.seconds(self.stream // group if is_sliced else self.stream), start)
             gather = within if is_sliced else 0.0  # counts as a message of as many bytes, as in an emulated group
         # where a layer takes the host longer than the device
         slowed = max(1.0, host / (attention + mlp))
@@ -216,13 +226,14 @@ class _Pass:
             message=message,
             message_bytes=self.stream,
             message_start=start,
-            vocabulary=self.vocabulary(link),
-            contention=contention,
+            vocabulary=self.vocabulary(),
+            contention=max((link.contention for link in serving.links), default=0.0),
             within=within,
             across=across,
             gather=gather,
             norm=self.other(engine.norm_kernels, engine.stream_passes * self.stream),
             reading=slowed_apart * reading,
+            message_error=link.error(self.stream),
         )
 
     def attention(self, virtual: int) -> float:
@@ -286,7 +297,7 @@ class _Pass:
         logits = engine.logit_passes * self.batch * shape.vocab * 4
         return head + self.other(engine.rest_kernels, 4 * self.stream + logits)
 
-    def vocabulary(self, link: Link) -> float:
+    def vocabulary(self) -> float:
         """Return the time of the embedding's all-reduce and of the gathering of sampled logits.
 
         The latter counts as a message of as many bytes, as in an emulated group.
@@ -294,7 +305,7 @@ class _Pass:
         if self.shape.replicate_vocab:
             return 0.0
         gathered = self.batch * self.shape.own_vocab * self.shape.tp_size * self.width
-        return link.seconds(self.stream) + link.seconds(gathered)
+        return sum(self.serving.fastest(size).seconds(size) for size in (self.stream, gathered))
 
 
 def mean_keys(least: int, most: int, window: int | None) -> float:

@@ -18,6 +18,7 @@ from ladderize.errors import LadderizeError
 from ladderize.files.records import Record
 from ladderize.layout import Layout
 from ladderize.plan.hardware import DeviceSpec
+from ladderize.plan.losses import MeasuredLoss, measured_loss
 from ladderize.plan.passes import (
     WIDTHS,
     PassParts,
@@ -28,7 +29,7 @@ from ladderize.plan.passes import (
     predict_pass,
     predict_silent,
 )
-from ladderize.runtime.collectives.links import Interconnect, known_interconnects
+from ladderize.runtime.collectives.links import Interconnect
 from ladderize.runtime.shards import cache_bytes, check_runnable, weight_bytes
 
 # predicted: from figures of other machines; calibrated: device and link were timed by `ladderize calibrate`
@@ -59,6 +60,8 @@ class PlannedRow(Record):
     waiting_share: of the end-to-end time, the part that waits for all-reduces of layers.
     memory_need_bytes: of a rank: weights, KV cache, and what a prefill takes.
     fits: True if the rank's device has so much memory; None where that is unknown.
+    all_reduces: the names of the links that the messages of layers take, by phase.
+    loss: the accuracy that a real model lost with about this layout; None where that was not measured.
     """
 
     name: str
@@ -76,6 +79,8 @@ class PlannedRow(Record):
     waiting_share: float
     memory_need_bytes: int
     fits: bool | None
+    all_reduces: dict[str, str]
+    loss: MeasuredLoss | None
 
 
 class _Variant(NamedTuple):
@@ -112,7 +117,7 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
     dense_whole: list[float] = []
     for one in (*variants, *_exact_variants(serving, dense)):
         parts = pass_parts(one.serving, one.layout.sync_tp_size)
-        cases = band_cases(parts, serving.device, serving.link)
+        cases = band_cases(parts, serving.device, serving.links)
         prefill, decode = (_seconds(one, [case[phase] for case in cases]) for phase in parts)
         whole = [first + steps * step for first, step in zip(prefill, decode, strict=True)]
         dense_whole = dense_whole or whole
@@ -137,7 +142,9 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
                 speedup_high=ratios[0] * (1 + half),
                 waiting_share=waiting / whole[0],
                 memory_need_bytes=need,
-                fits=_fits(serving.device, need),
+                fits=fits(serving.device, need),
+                all_reduces={phase: one.serving.fastest(part.message_bytes).name for phase, part in parts.items()},
+                loss=measured_loss(one.layout) if one.kind == "layout" else None,
             )
         )
     return rows
@@ -145,8 +152,8 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
 
 def _basis(serving: Serving) -> Basis:
     """Return ``calibrated`` where device and link were timed, with this engine and so many ranks."""
-    device, link = serving.device, serving.link
-    timed = link is None or serving.ranks == 1 or (link.calibrated and not link.at(serving.ranks).derived)
+    device = serving.device
+    timed = all(link.calibrated and not link.at(serving.ranks).derived for link in serving.links)
     return "calibrated" if device.calibrated and serving.engine.name == device.engine and timed else "predicted"
 
 
@@ -156,16 +163,16 @@ def _exact_variants(serving: Serving, dense: Layout) -> Iterator[_Variant]:
     for count in range(1, min(serving.ranks, serving.batch_size) + 1):
         if serving.ranks % count:
             continue
-        part = dataclasses.replace(
-            serving, ranks=serving.ranks // count, batch_size=math.ceil(serving.batch_size / count)
-        )
+        ranks = serving.ranks // count
+        links = serving.links if ranks > 1 else ()
+        part = dataclasses.replace(serving, ranks=ranks, links=links, batch_size=math.ceil(serving.batch_size / count))
         try:
             check_runnable(serving.config, dense, part.ranks)
             gains = [fused_gain(part, parts) for parts in pass_parts(part).values()]
         except LadderizeError:  # the heads, or the link, do not go with so few ranks
             continue
         is_another = (
-            any(gain != NO_GAIN for gain in gains) if count == 1 else _fits(part.device, memory_need(part, dense))
+            any(gain != NO_GAIN for gain in gains) if count == 1 else fits(part.device, memory_need(part, dense))
         )
         if is_another is not False:
             yield _Variant("fused" if count == 1 else f"{count} replicas", "exact", dense, part)
@@ -177,9 +184,9 @@ def fused_gain(serving: Serving, parts: PassParts) -> tuple[float, float]:
     It is NO_GAIN where vLLM fuses nothing: fused kernels write to each other's memory over NVLink. A link without a
     medium counts as NVLink.
     """
-    size, link, device = parts.message_bytes / MIB, serving.link, serving.device
-    nvlink = (None, known_interconnects()["nvlink"].medium)
-    if size > device.fused_norm_mib.get(serving.ranks, 0) or link is None or link.medium not in nvlink:
+    size, device = parts.message_bytes / MIB, serving.device
+    over_nvlink = [link for link in serving.links if link.medium in (None, "nvlink")]
+    if size > device.fused_norm_mib.get(serving.ranks, 0) or not over_nvlink:
         return NO_GAIN
     disputed = size >= device.faster_unfused_mib.get(serving.ranks, size + 1)
     dense = predict_pass(parts, Layout.dense(parts.layers))
@@ -213,35 +220,34 @@ def memory_need(serving: Serving, layout: Layout) -> int:
     return weights + cache_bytes(shape, layout, batch, columns, cached) + prefill
 
 
-def _fits(device: DeviceSpec, need: int) -> bool | None:
+def fits(device: DeviceSpec, need: int) -> bool | None:
     return None if device.memory_gib is None else need <= device.memory_gib * GIB
 
 
 # ---- bands ----
 
 
-def band_cases(parts: Parts, device: DeviceSpec, interconnect: Interconnect | None) -> list[Parts]:
+def band_cases(parts: Parts, device: DeviceSpec, links: Sequence[Interconnect]) -> list[Parts]:
     """Return the parts as they are, then pairs with one error at plus and at minus a standard deviation, all others 0.
 
     The errors are of all compute, of all messages, and of contention.
 
-    interconnect: None where nothing is sent.
+    links: none where nothing is sent.
     """
     errors = [(device.relative_error, 0.0, 0.0)]
-    if interconnect is not None:
-        contention = CALIBRATED_CONTENTION_ERROR if interconnect.calibrated else OTHER_CONTENTION_ERROR
-        errors += [(0.0, interconnect.relative_error, 0.0), (0.0, 0.0, contention)]
+    if links:
+        contention = CALIBRATED_CONTENTION_ERROR if links[0].calibrated else OTHER_CONTENTION_ERROR
+        errors += [(0.0, 1.0, 0.0), (0.0, 0.0, contention)]
 
     def changed(compute: float, messages: float, contention: float) -> Parts:
-        factors = dict.fromkeys(COMPUTE_PARTS, 1 + compute) | dict.fromkeys(MESSAGE_PARTS, 1 + messages)
-        return {
-            phase: dataclasses.replace(
-                one,
-                **{name: factor * getattr(one, name) for name, factor in factors.items()},
-                contention=min(0.99, max(0.0, one.contention + contention)),
-            )
-            for phase, one in parts.items()
-        }
+        """messages: in deviations, whose size a phase's messages have."""
+        return {phase: changed_phase(one, compute, messages, contention) for phase, one in parts.items()}
+
+    def changed_phase(phase: PassParts, compute: float, messages: float, contention: float) -> PassParts:
+        sent = (1 + phase.message_error) ** messages
+        factors = dict.fromkeys(COMPUTE_PARTS, 1 + compute) | dict.fromkeys(MESSAGE_PARTS, sent)
+        times = {name: factor * getattr(phase, name) for name, factor in factors.items()}
+        return dataclasses.replace(phase, **times, contention=min(0.99, max(0.0, phase.contention + contention)))
 
     return [parts, *(changed(*(sign * size for size in error)) for error in errors for sign in (1, -1))]
 

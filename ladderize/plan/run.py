@@ -19,18 +19,19 @@ from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import SensitivityDocument, read_sensitivity
 from ladderize.errors import UsageError, UserError
 from ladderize.families.registry import find_family
-from ladderize.files.documents import check_writable, write_json
+from ladderize.files.documents import check_writable, has_section, write_json
 from ladderize.files.records import Record
-from ladderize.files.regular import names_a_file, resolved
+from ladderize.files.regular import resolved
 from ladderize.files.temporaries import replacement
-from ladderize.layout import Layout
+from ladderize.layout import Layout, LayoutError, fitting_ranks
 from ladderize.plan.choice import LAYER_KINDS, LayerTables, PlanChoice, choose_layout, kind_seconds
-from ladderize.plan.hardware import DeviceSpec, known_engines, read_device
+from ladderize.plan.hardware import DeviceSpec, known_engines, own_links, read_device
 from ladderize.plan.options import BOUND_NAMES, PlanGoal, PlanModel, PlanOptions
 from ladderize.plan.passes import WIDTHS, Serving, pass_parts
-from ladderize.plan.rows import GIB, PlannedRow, memory_need, planned_rows
+from ladderize.plan.rows import PlannedRow, fits, memory_need, planned_rows
+from ladderize.plan.verdict import PlanVerdict, judge
 from ladderize.runtime.bench.options import layout_names, named_layout
-from ladderize.runtime.collectives.links import Interconnect, known_interconnects, read_interconnect
+from ladderize.runtime.collectives.links import Interconnect, read_interconnect
 from ladderize.runtime.shards import check_runnable, dense_config, read_shape
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ class PlanResult(Record):
 
     model: the model that was asked for.
     dtype, is_fp8: in which it computes; its projections multiply 8-bit floats.
-    link: None where only one rank was asked for.
+    links: the links that messages choose among, at the largest number of ranks; none for one rank.
     engine: the engine whose code is assumed.
+    verdicts: the answers, one for each number of ranks at each batch size.
     doubts: reasons why figures may be off, a sentence each.
     choice: the chosen layout, if one was asked for.
     """
@@ -60,9 +62,10 @@ class PlanResult(Record):
     is_fp8: bool
     options: PlanOptions
     device: DeviceSpec
-    link: Interconnect | None
+    links: list[Interconnect]
     engine: str
     rows: list[PlannedRow]
+    verdicts: list[PlanVerdict]
     doubts: list[str]
     choice: PlanChoice | None = None
 
@@ -94,20 +97,33 @@ def plan_layouts(
     not divide, a link without figures for so many ranks), or if nothing meets the goal.
     """
     _check_outputs(choice, options, goal, out, recipe_out)
-    one, layout = _serving(choice, options)
+    served, layout = _serving(choice, options)
     groups = [
-        replace(one, ranks=ranks, batch_size=batch) for ranks in options.tp_sizes for batch in options.batch_sizes
+        replace(served, ranks=ranks, links=_links(choice, options, served, ranks), batch_size=batch)
+        for ranks in options.tp_sizes
+        for batch in options.batch_sizes
     ]
-    layouts = {ranks: _row_layouts(choice, layout, one, ranks) for ranks in options.tp_sizes}
+    layouts = {ranks: _row_layouts(choice, layout, served, ranks) for ranks in options.tp_sizes}
     chosen, measurer = None, None
     if goal is not None:
-        chosen, measurer = _choose(choice, layout, goal, one, out, console)
-        layouts[one.ranks] = {CHOSEN_ROW: chosen.chosen.as_layout, **layouts[one.ranks]}
-    rows = [row for group in groups for row in planned_rows(group, layouts[group.ranks])]
-    doubts = [*dict.fromkeys(doubt for group in groups for doubt in _doubts(group))]
+        chosen, measurer = _choose(choice, layout, goal, groups[0], out, console)
+        layouts[groups[0].ranks] = {CHOSEN_ROW: chosen.chosen.as_layout, **layouts[groups[0].ranks]}
+    tables = [planned_rows(group, layouts[group.ranks]) for group in groups]
+    verdicts = [
+        judge(
+            rows,
+            about=(CHOSEN_ROW, CHECKPOINT_ROW),
+            least_ranks=None if rows[0].fits is not False else least_ranks(group),
+        )
+        for group, rows in zip(groups, tables, strict=True)
+    ]
+    shown = [group for group, rows in zip(groups, tables, strict=True) if rows[0].fits is not False]
+    doubts = [*dict.fromkeys(doubt for group in shown for doubt in _doubts(group))]
+    links = [*max(groups, key=lambda group: group.ranks).links]
     result = PlanResult(
-        choice, one.dtype, one.is_fp8, options, one.device, one.link, one.engine.name, rows, doubts, chosen
-    )
+        choice, served.dtype, served.is_fp8, options, served.device, links, served.engine.name,
+        [row for rows in tables for row in rows], verdicts, doubts, chosen,
+    )  # fmt: skip
     if out is not None:
         write_json(out, result.to_dict())
     if chosen is not None and recipe_out is not None:
@@ -144,7 +160,7 @@ def _check_outputs(
 
 
 def _serving(choice: PlanModel, options: PlanOptions) -> tuple[Serving, Layout]:
-    """Return the model on the first group with the first batch, and the model's own layout.
+    """Return the model on the first group with the first batch, without links, and the model's own layout.
 
     Only the config is read. Raises UsageError, UserError or LayoutError.
     """
@@ -156,12 +172,15 @@ def _serving(choice: PlanModel, options: PlanOptions) -> tuple[Serving, Layout]:
         config = read_shape(choice.name, "--shape")
         if config.get("model_type") is None or find_family(config) is not None:
             config = dense_config(config)
+    device, engines = read_device(options.hardware), known_engines()
     quantisation, config = quantisation_of(config, folder), plain_config(config)
     check_config(config)
     layout = Layout.from_config(config)
     layout.check_model(config)
     stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16") if folder is not None else "bfloat16"
     dtype = stored.removeprefix("torch.") if choice.dtype == "auto" else choice.dtype
+    if choice.dtype == "auto" and dtype == "bfloat16" and dtype not in device.matmul_tflop_s:
+        dtype = "float16"  # as vLLM does on cards that have no bfloat16
     if dtype not in WIDTHS:
         raise UserError(f"{choice.name}: weights of {dtype} cannot be run; give --dtype {' or '.join(WIDTHS)}")
     if quantisation is not None and not quantisation.is_fp8:
@@ -169,7 +188,6 @@ def _serving(choice: PlanModel, options: PlanOptions) -> tuple[Serving, Layout]:
             f"{choice.name}: how long products take is known of floats and of FP8, but its weights are others"
             f" ({quantisation.words}); plan the model that it was made of"
         )
-    device, engines = read_device(options.hardware), known_engines()
     # that of published timings is nobody's to serve with
     assumed = SERVED if device.engine == "published" and not device.calibrated else device.engine
     name = options.engine or assumed
@@ -177,92 +195,109 @@ def _serving(choice: PlanModel, options: PlanOptions) -> tuple[Serving, Layout]:
         raise UsageError(f"--engine {name} is not one of {', '.join(engines)}")
     engine = engines[name]
     device = replace(device, relative_error=math.hypot(device.relative_error, engine.relative_error))
-    groups = layout.sync_tp_size or choice.sync_tp_size
-    where = (device, engine, _chosen_link(options, groups), options.tp_sizes[0])
+    where = (device, engine, (), options.tp_sizes[0])
     served = (options.batch_sizes[0], options.prompt_len, options.output_len)
     return Serving(config, dtype, quantisation is not None, *where, *served), layout
 
 
-def _chosen_link(options: PlanOptions, groups: int | None) -> Interconnect | None:
-    """Return the link of --link, else of a file that --hardware names; None for one rank.
+def _links(choice: PlanModel, options: PlanOptions, serving: Serving, ranks: int) -> tuple[Interconnect, ...]:
+    """Return the links that messages of ``ranks`` ranks choose among: the one that is named, of --link or of the file
+    that --hardware names, else the device's own.
 
-    groups: the number of groups that --outer-link joins.
-
-    Raises UsageError where no link is named.
+    Raises UsageError or UserError where none is known, and where the ranks are more than a machine's and nothing joins
+    machines.
     """
-    if options.outer_link is not None and (
-        groups is None or len(options.tp_sizes) > 1 or options.tp_sizes[0] % groups or options.tp_sizes[0] == groups
-    ):
+    if ranks == 1:
+        return ()
+    device = serving.device
+    named = options.link or (options.hardware if has_section(options.hardware, "link") else None)
+    links = own_links(device, serving.engine, ranks)
+    if named is not None:
+        links = (read_interconnect(named, "--link" if options.link else "--hardware"),)
+    if not links:
         raise UsageError(
-            "--outer-link joins groups of ranks: give their number by --sync-tp-size, and one --tp-size that is a"
-            " multiple of it"
+            f"nothing is known of the links of {device.name} with --engine {serving.engine.name}: give --link"
+            " ALPHA_US,BETA_GB_S, such as 20,100, or a file as examples/hardware/my-card.yaml"
         )
-    if max(options.tp_sizes) == 1:
-        return None
-    named = options.link or (options.hardware if names_a_file(options.hardware) else None)
-    if named is None:
+    groups = None if options.outer_link is None else choice.sync_tp_size
+    machine = max(options.tp_sizes) // groups if groups else device.machine
+    if options.outer_link is not None and max(options.tp_sizes) <= machine:
+        raise UsageError(f"--outer-link joins machines of {machine} ranks: give a --tp-size that is a multiple of it")
+    if options.outer_link is not None and ranks > machine:
+        outer = read_interconnect(options.outer_link, "--outer-link")
+        return tuple(link.joined_by(outer, machine) for link in links)
+    timed = [link.rows[-1].ranks for link in links if link.rows]
+    if timed and ranks > max(machine, *timed):
         raise UsageError(
-            f"{max(options.tp_sizes)} ranks send messages: give --link, a known one such as nvlink,"
-            " ALPHA_US,BETA_GB_S, or a file"
+            f"{ranks} {device.name} are no machine: it has {machine} at most. Give --outer-link, what joins machines,"
+            " such as nccl_two_nodes_ib_ndr or 50,25"
         )
-    link = read_interconnect(named, "--link" if options.link else "--hardware")
-    if options.outer_link is None or groups is None:
-        return link
-    return link.joined_by(read_interconnect(options.outer_link, "--outer-link"), options.tp_sizes[0] // groups)
+    return links
 
 
 def _row_layouts(choice: PlanModel, layout: Layout, serving: Serving, ranks: int) -> dict[str, Layout]:
     """Return the layouts of the rows beside dense: the checkpoint's own, then those of --layout; bounds have the dense
     one.
 
-    Raises UsageError for unknown names, UserError or LayoutError for layouts that ``ranks`` cannot run.
+    Without --layout these are the usual ones that the ranks can run. Raises UsageError for unknown names, UserError or
+    LayoutError for layouts that ``ranks`` cannot run.
     """
     layouts = {} if layout.is_dense else {CHECKPOINT_ROW: layout}
-    for name in [*layout_names(choice.layout), *(BOUND_NAMES if choice.layout is None else ())]:
+    for name in usual_layouts(layout.num_layers) if choice.layout is None else layout_names(choice.layout):
         named = "dense" if name in BOUND_NAMES else name
         layouts[name] = named_layout(named, layout.num_layers, choice.sync_tp_size or ranks)
-    for one in (Layout.dense(layout.num_layers), *layouts.values()):
-        check_runnable(serving.config, one, ranks, in_groups=True)
+    if choice.layout is None:
+        layouts = {name: row for name, row in layouts.items() if name == CHECKPOINT_ROW or runs(serving, row, ranks)}
+    for row in (Layout.dense(layout.num_layers), *layouts.values()):
+        check_runnable(serving.config, row, ranks, in_groups=True)
     return layouts
+
+
+def usual_layouts(num_layers: int) -> list[str]:
+    """Return the names of the rows that are shown without --layout.
+
+    Those on a share of the layers are what a short adaptation was measured to make good: the upper half, and for spd
+    the 70 % of the SPD paper. Of spd any layers are as fast.
+    """
+    upper, most = f"{num_layers // 2}:{num_layers}", f"{num_layers * 3 // 10}:{num_layers}"
+    return [f"ladder={upper}", f"delayed={upper}", f"spd={most}", "ladder", "delayed", "spd", "no-comm"]
+
+
+def runs(serving: Serving, layout: Layout, ranks: int) -> bool:
+    """Return True if so many ranks can run the model with this layout, and its family has such layouts."""
+    try:
+        check_runnable(serving.config, layout, ranks, in_groups=True)
+        layout.check_model(serving.config)
+    except LayoutError:
+        return False
+    return True
+
+
+def least_ranks(serving: Serving) -> int | None:
+    """Return the fewest ranks whose memory holds the dense model with this batch; None where none do."""
+    dense = Layout.dense(serving.config["num_hidden_layers"])
+    for ranks in fitting_ranks(serving.config):
+        if fits(serving.device, memory_need(replace(serving, ranks=ranks), dense)):
+            return ranks
+    return None
 
 
 def _doubts(serving: Serving) -> Iterator[str]:
     """Yield the reasons why the figures of a group may be off."""
-    device, link, ranks = serving.device, serving.link, serving.ranks
-    need = memory_need(serving, Layout.dense(serving.shape.layers))
-    if device.memory_gib is not None and need > device.memory_gib * GIB:
-        yield (
-            f"{ranks} x {device.name}, batch {serving.batch_size}: it does not fit: weights, KV cache and prefill make"
-            f" {human_bytes(need)} on each, which has {human_bytes(device.memory_gib * GIB)}; take more ranks or a"
-            " smaller batch"
-        )
     if serving.prompt_len >= LONG_PROMPT and serving.engine.score_passes:
         yield (
             f"the engine {serving.engine.name} writes all attention scores of a prompt to memory, which takes long at"
             f" {serving.prompt_len} tokens; --engine vllm has a fused attention"
         )
-    if link is None or ranks == 1:
-        return
-    if link.nvlink_gb_s is not None and device.nvlink_gb_s not in (None, link.nvlink_gb_s):
-        has = f"one of {device.nvlink_gb_s:g}" if device.nvlink_gb_s else "none"
-        yield (
-            f"--link {link.name} is NVLink of {link.nvlink_gb_s:g} GB/s in each direction, and {device.name} has"
-            f" {has}: give --link ALPHA_US,BETA_GB_S, or a file of its own link"
-        )
-    timed = link.at(ranks)
-    if timed.derived:
-        yield f"{timed.name} was not timed with {ranks} ranks: {timed.derived}"
-    sizes = sorted(parts.message_bytes for parts in pass_parts(serving).values())
-    alike = [other for other in known_interconnects().values() if other.medium == link.medium]
-    measured = [other for other in alike if ranks in [row.ranks for row in other.rows]]
-    fastest = min((link, *measured), key=lambda other: other.at(ranks).seconds(sizes[0]))
-    if serving.engine.name == SERVED and fastest is not link:
-        yield (
-            f"vLLM sums small messages by kernels of its own where it can, which takes less than --link {link.name}"
-            f" says, so that less is to be gained: see --link {fastest.name}"
-        )
-    if outside := [human_bytes(size) for size in sizes if not timed.in_range(size)]:
-        yield f"{timed.name} was not timed at messages of {' and '.join(outside)} with {ranks} ranks: extrapolated"
+    beyond: dict[str, list[str]] = {}
+    for parts in pass_parts(serving).values():
+        link = serving.fastest(parts.message_bytes)
+        sizes = [] if link.in_range(parts.message_bytes) else [f"to messages of {human_bytes(parts.message_bytes)}"]
+        ranks = [f"to {serving.ranks} ranks, {link.derived}"] if link.derived else []
+        beyond[link.name] = list(dict.fromkeys([*beyond.get(link.name, []), *ranks, *sizes]))
+    for name, reaches in beyond.items():
+        if reaches:
+            yield f"{name} is carried {' and '.join(reaches)}: hence its part of the bands is wide"
 
 
 # ---- the choice ----

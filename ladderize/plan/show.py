@@ -5,47 +5,69 @@ from collections.abc import Sequence
 from ladderize.console import Console
 from ladderize.convert.sensitivity_file import alignment_words
 from ladderize.plan.choice import PlanChoice, shown_increase
+from ladderize.plan.losses import LOSS_PAGE
 from ladderize.plan.rows import PlannedRow
 from ladderize.plan.run import CHOSEN_ROW, PlanResult
+from ladderize.plan.verdict import PlanVerdict, shown_name
 
-# of the end-to-end time of the dense layout: where less of it is waiting, no layout is worth its loss of accuracy
-WORTH_CONVERTING = 0.03
+LONG_TRAINING = "*"  # the mark of a layout that needs one
 
 
 def show_plan(result: PlanResult, console: Console) -> None:
-    """Print the result of ``ladderize plan``, and its doubts as warnings."""
+    """Print the result of ``ladderize plan``: what does not fit, a table for each group, the choice, and verdicts."""
     options = result.options
     weights = ", FP8 weights" if result.is_fp8 else ""
     console.prose(
         f"{result.model.name}, {result.dtype}{weights}; prompt {options.prompt_len}, output {options.output_len};"
         f" engine {result.engine}"
     )
-    verdicts = []
-    for rows in result.groups():
-        ranks, batch = rows[0].tp_size, rows[0].batch_size
-        over = f" over {result.link.name}" if result.link is not None and ranks > 1 else ""
-        group = f"{ranks} x {result.device.name}{over}, batch {batch}"
-        console.result(f"\n{group} ({rows[0].basis}): speed-up over dense, 95 % band")
-        lines = [_line(row) for row in rows]
-        console.table(lines, right=list(lines[0])[1:])
-        if (verdict := _verdict(rows)) is not None:
-            verdicts.append(f"{group}: {verdict}")
-    console.result("")
-    for line in verdicts:
-        console.prose(line)
+    for rows, verdict in zip(result.groups(), result.verdicts, strict=True):
+        _show_group(rows, verdict, result.device.name, console)
+    losses = [
+        row.loss for rows in result.groups() for row in rows if row.loss is not None and rows[0].fits is not False
+    ]
+    if losses:
+        console.prose(
+            "\naccuracy: points that SmolLM2-135M lost on four tasks, aligned, with about this share of its layers"
+            f" converted ({LOSS_PAGE})"
+            + (f"; {LONG_TRAINING} needs a long training" if any(loss.needs_long_training for loss in losses) else "")
+        )
     for doubt in result.doubts:
-        console.warn(doubt)
+        console.prose(doubt)
     if result.choice is not None:
         _show_choice(result.choice, next(row for row in result.rows if row.name == CHOSEN_ROW), console)
+    console.result("")
+    for rows, verdict in zip(result.groups(), result.verdicts, strict=True):
+        if rows[0].fits is not False:
+            console.prose(f"{_group(rows[0], result.device.name)}: {verdict.sentence}")
+
+
+def _group(dense: PlannedRow, device: str) -> str:
+    return f"{dense.tp_size} x {device}, batch {dense.batch_size}"
+
+
+def _show_group(rows: Sequence[PlannedRow], verdict: PlanVerdict, device: str, console: Console) -> None:
+    dense = rows[0]
+    group = _group(dense, device)
+    if dense.fits is False:
+        console.prose(f"\n{group}: {verdict.sentence}")
+        return
+    console.result(f"\n{group} ({dense.basis}): speed-up over dense, 95 % band")
+    if dense.tp_size > 1:
+        console.prose("all-reduces: " + ", ".join(f"{phase} {name}" for phase, name in dense.all_reduces.items()))
+    lines = [_line(row) for row in rows]
+    console.table(lines, right=list(lines[0])[1:])
 
 
 def _line(row: PlannedRow) -> dict[str, str]:
-    """Return the line of a row, narrow enough for a terminal of 80 columns."""
+    """Return the line of a row, narrow enough for a terminal of 90 columns."""
     is_certain = row.speedup_low == row.speedup_high
+    mark = LONG_TRAINING if row.loss is not None and row.loss.needs_long_training else ""
     return {
-        "layout": f"{row.name} (bound)" if row.kind == "bound" else row.name,
+        "layout": f"{shown_name(row.name)} (bound)" if row.kind == "bound" else shown_name(row.name),
         "speed-up": f"{row.speedup:.2f}x",
         "band": "" if is_certain else f"{row.speedup_low:.2f}-{row.speedup_high:.2f}",
+        "accuracy": "" if row.loss is None else f"{mark}{row.loss.points:+.1f}",
         "prefill ms": _digits(row.prefill_ms),
         "decode ms": _digits(row.decode_ms_per_token),
         "waits": "" if row.kind == "exact" else f"{row.waiting_share:.0%}",  # of fused norms unknown
@@ -57,34 +79,6 @@ def _digits(value: float) -> str:
     """Return a number with three digits, more than a prediction has."""
     digits = 0 if value >= 100 or value == 0 else 1 if value >= 10 else 2 if value >= 1 else 3
     return f"{value:.{digits}f}"
-
-
-def _verdict(rows: Sequence[PlannedRow]) -> str | None:
-    """Return a sentence where converting is not worth it; None where the chosen layout, or else the fastest, is faster
-    than all that changes no result, bands included."""
-    dense, *others = rows
-    if dense.tp_size == 1:
-        return "one rank sends nothing: there is nothing to gain from converting."
-    if dense.waiting_share < WORTH_CONVERTING:
-        return (
-            f"dense waits for communication of its layers {dense.waiting_share:.1%} of its time: converting is not"
-            " worth it there."
-        )
-    layouts = [row for row in others if row.kind == "layout"]
-    layouts = [row for row in layouts if row.name == CHOSEN_ROW] or layouts
-    if not layouts:
-        return None
-    best = max(layouts, key=lambda row: row.speedup)
-    rival = max([dense, *(row for row in others if row.kind == "exact")], key=lambda row: row.speedup)
-    if best.speedup <= rival.speedup:
-        same = "" if rival is dense else ", whose results are those of dense"
-        return f"{best.name} does not pay: it is no faster than {rival.name}{same}."
-    if best.speedup_low <= rival.speedup_high:
-        return (
-            f"{best.name} is not shown to pay: {rival.name} may be {rival.speedup_high:.2f}x as fast as dense,"
-            f" {best.name} only {best.speedup_low:.2f}x."
-        )
-    return None
 
 
 def _show_choice(choice: PlanChoice, row: PlannedRow, console: Console) -> None:

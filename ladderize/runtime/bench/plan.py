@@ -82,7 +82,7 @@ def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = No
     of_token = max(width * hidden, STATISTICS_BYTES if options.train else 0)
     longest = max(of_token * rows * options.prompt_len, 0 if options.train else width * vocab * rows)
     if interconnect is not None:
-        interconnect.at(options.ranks).seconds(longest)  # raises where the link's time is not known
+        interconnect.at(options.ranks)  # raises for ranks that are no groups
     if checked := checked_specs(specs, options):
         longest = max(longest, width * longest_checked(checked, options.prompt_len))
     return BenchPlan(specs, options, interconnect, longest)

@@ -15,15 +15,22 @@ from ladderize.files.regular import names_a_file
 LINK_TABLE = Path(__file__).parent / "links.csv"
 LONGEST_US, SLOWEST_GB_S = 1e8, 1e-6  # slower than any link, and short enough for a clock
 SLICED_BYTES = 32 << 10  # messages between groups: from here on a link's time is bytes, worth another message within
-REACH = 2  # how many times fewer or more ranks than measured ones a link is extrapolated to
+BETWEEN_MACHINES = ("infiniband", "ethernet")  # media
+LEAST_LATENCY = 0.5  # of the nearest measured one: below the fewest ranks a line falls faster than any latency does
+# Of a link whose contention and error are unknown: the contention of NVLink (links.csv)
+ASSUMED_CONTENTION, ASSUMED_ERROR = 0.26, 0.15
+# What a time that was not measured may be off besides, one standard deviation: between measured numbers of ranks, with
+# twice or half as many, at other sizes, and over wires of another bandwidth. Assumed.
+BETWEEN_ERROR, BEYOND_ERROR, OTHER_SIZE_ERROR, OTHER_WIRES_ERROR, MOST_ERROR = 0.1, 0.2, 0.2, 0.2, 0.9
 
 
 @dataclass(frozen=True)
 class Link(Record):
     """The time of one all-reduce over the whole group: ``alpha_us`` + bytes / ``beta_gb_s`` (GB = 1e9 bytes).
 
-    beta_gb_s: None where only the latency is known; messages longer than ``max_bytes`` are then refused.
+    beta_gb_s: None where bytes take no time.
     derived: the way in which the figures follow from those of other numbers of ranks; "" where they are of this one.
+    relative_error: of its time at a size that was timed, one standard deviation.
     """
 
     name: str
@@ -33,30 +40,28 @@ class Link(Record):
     max_bytes: int | None = None
     source: str = "given by hand"
     derived: str = ""
+    relative_error: float = ASSUMED_ERROR
 
     def seconds(self, size: int) -> float:
-        if self.beta_gb_s is None:
-            if self.max_bytes is not None and size > self.max_bytes:
-                raise UserError(
-                    f"--link {self.name} was measured up to {self.max_bytes} bytes only, and a message has {size}"
-                    " bytes; give --link ALPHA_US,BETA_GB_S"
-                )
-            return self.alpha_us * 1e-6
-        return self.alpha_us * 1e-6 + size / (self.beta_gb_s * 1e9)
+        return self.alpha_us * 1e-6 + (0.0 if self.beta_gb_s is None else size / (self.beta_gb_s * 1e9))
 
     def in_range(self, size: int) -> bool:
         return size >= self.min_bytes and (self.max_bytes is None or size <= self.max_bytes)
 
+    def error(self, size: int) -> float:
+        """Return the error of the time of a message of ``size`` bytes, relative, one standard deviation."""
+        return min(MOST_ERROR, self.relative_error if self.in_range(size) else self.relative_error + OTHER_SIZE_ERROR)
 
-NO_LINK = Link("no communication", 0.0, None, source="nothing is sent")
+
+NO_LINK = Link("no communication", 0.0, None, source="nothing is sent", relative_error=0.0)
 
 
 @dataclass(frozen=True)
 class InterconnectRow(Record):
     """A link at one number of ranks.
 
-    bus_gb_s: bandwidth of each rank, in sending and in receiving, as NCCL's tests count it; None where only the latency
-    is known. A ring of N ranks carries 2 (N - 1) / N of a message over each of its links.
+    bus_gb_s: bandwidth of each rank, in sending and in receiving, as NCCL's tests count it; None: bytes take no time.
+    A ring of N ranks carries 2 (N - 1) / N of a message over each of its links.
     min_bytes, max_bytes: of the messages that were timed.
     """
 
@@ -79,13 +84,14 @@ class Interconnect(Record):
     contention: while a message is in flight, compute runs at the rate 1 - contention.
     relative_error: of a message's time, one standard deviation.
     calibrated: measured on this link itself, by ``ladderize calibrate``.
-    nvlink_gb_s: of the NVLink that it was measured over, in one direction; None of other links, and where it is
-    unknown.
-    medium: the wires.
+    medium: the kind of the wires: nvlink, pcie (cards read each other's memory), host (through the host's memory),
+    xgmi (AMD's), infiniband, ethernet; None where it is unknown.
+    wire_gb_s: of these wires, of one card, in one direction.
+    kernel: the algorithm that sums: nccl, one_shot, multimem, published (that of the Ladder Residual authors).
     groups_of, outer: this link joins groups of so many ranks, and ``outer`` joins the groups.
     """
 
-    LEFT_OUT: ClassVar = ("medium", "groups_of", "outer")
+    LEFT_OUT: ClassVar = ("medium", "wire_gb_s", "kernel", "groups_of", "outer")
 
     name: str
     rows: list[InterconnectRow]
@@ -94,8 +100,9 @@ class Interconnect(Record):
     calibrated: bool
     source: str
     any_ranks: Link | None = None
-    nvlink_gb_s: float | None = None
     medium: str | None = None
+    wire_gb_s: float | None = None
+    kernel: str | None = None
     groups_of: int | None = None
     outer: "Interconnect | None" = None
 
@@ -103,13 +110,22 @@ class Interconnect(Record):
         """Return the link of groups of ``size`` ranks over this one, which ``outer`` joins."""
         return replace(
             self,
-            name=f"{self.name}, groups of {size} joined by {outer.name}",
+            name=f"{self.name} + {outer.name}",
             relative_error=max(self.relative_error, outer.relative_error),
             calibrated=self.calibrated and outer.calibrated,
             medium=f"{self.medium} and {outer.medium}",
             groups_of=size,
             outer=outer,
         )
+
+    def over_wires(self, wire_gb_s: float) -> "Interconnect":
+        """Return the link over wires of the same kind with another bandwidth, which changes that of messages alike."""
+        if self.wire_gb_s in (None, wire_gb_s):
+            return self
+        factor = wire_gb_s / self.wire_gb_s
+        rows = [replace(row, bus_gb_s=None if row.bus_gb_s is None else factor * row.bus_gb_s) for row in self.rows]
+        error = math.hypot(self.relative_error, OTHER_WIRES_ERROR)
+        return replace(self, rows=rows, wire_gb_s=wire_gb_s, relative_error=error)
 
     def parts(self, ranks: int, size: int) -> tuple[Link, Link]:
         """Return the links of ``ranks`` ranks in groups of ``size``: within a group, and between the ranks at one place
@@ -133,9 +149,9 @@ class Interconnect(Record):
     def at(self, ranks: int) -> Link:
         """Return the link of a group of ``ranks``.
 
-        Between the rows and beyond them it is derived: the latency is a line in the number of ranks, as of a ring; the
-        bus bandwidth changes between the rows and stays beyond them. Raises UserError where the rows do not reach so
-        far.
+        Between the rows and beyond them it is derived, with a larger error: the latency is a line in the number of
+        ranks, as of a ring; the bus bandwidth changes between the rows and stays beyond them. Raises UserError for
+        ranks that are no whole groups.
         """
         if ranks == 1:
             return NO_LINK
@@ -144,25 +160,29 @@ class Interconnect(Record):
                 raise UserError(f"{ranks} ranks are no groups of {self.groups_of}, which --outer-link joins")
             return _in_turn(self.name, self.groups_of, *self.parts(ranks, self.groups_of))
         if self.any_ranks is not None:
-            return self.any_ranks
-        for row in self.rows:
-            if row.ranks == ranks:
-                return self._link(row)
+            return replace(self.any_ranks, relative_error=self.relative_error)
         counts = [row.ranks for row in self.rows]
-        measured = f"measured with {_listed(counts)} ranks, not {ranks}"
-        if len(counts) < 2 or not counts[0] / REACH <= ranks <= counts[-1] * REACH:
-            raise UserError(
-                f"--link {self.name} was {measured}; choose another number of ranks, or give --link ALPHA_US,BETA_GB_S"
-            )
+        if ranks in counts:
+            return self._link(self.rows[counts.index(ranks)])
         between = counts[0] < ranks < counts[-1]
+        doublings = min(abs(math.log2(ranks / count)) for count in counts)
+        more = BETWEEN_ERROR if between else BEYOND_ERROR * doublings
         how = f"{'interpolated' if between else 'extrapolated'} from {_listed(counts)} ranks"
-        return self._link(self._between(ranks), how)
+        return self._link(self._between(ranks), how, math.hypot(self.relative_error, more))
 
-    def _link(self, row: InterconnectRow, derived: str = "") -> Link:
-        return Link(self.name, row.alpha_us, row.beta_gb_s, row.min_bytes, row.max_bytes, self.source, derived)
+    def _link(self, row: InterconnectRow, derived: str = "", error: float | None = None) -> Link:
+        sizes = row.min_bytes, row.max_bytes
+        error = self.relative_error if error is None else error
+        return Link(self.name, row.alpha_us, row.beta_gb_s, *sizes, self.source, derived, error)
 
     def _between(self, ranks: int) -> InterconnectRow:
-        """Return the point at ``ranks`` on the line through the two rows next to it."""
+        """Return the point at ``ranks`` on the line through the two rows next to it.
+
+        Through a single row it is the line by which half of its latency is of the ranks.
+        """
+        if len(self.rows) == 1:
+            (row,) = self.rows
+            return replace(row, ranks=ranks, alpha_us=row.alpha_us * (1 + ranks / row.ranks) / 2)
         above = next((n for n, row in enumerate(self.rows) if row.ranks > ranks), len(self.rows) - 1)
         low, high = self.rows[max(above, 1) - 1], self.rows[max(above, 1)]
         place = (ranks - low.ranks) / (high.ranks - low.ranks)
@@ -172,11 +192,9 @@ class Interconnect(Record):
         if low.bus_gb_s is not None and high.bus_gb_s is not None:
             bus = low.bus_gb_s + min(max(place, 0.0), 1.0) * (high.bus_gb_s - low.bus_gb_s)
         ceilings = [row.max_bytes for row in (low, high) if row.max_bytes is not None]
-        # below the fewest ranks the line may fall faster than any latency does
-        least = nearest.alpha_us / REACH
         return InterconnectRow(
             ranks,
-            max(alpha, least),
+            max(alpha, LEAST_LATENCY * nearest.alpha_us),
             bus,
             max(low.min_bytes, high.min_bytes),
             min(ceilings) if ceilings else None,
@@ -202,6 +220,7 @@ def _in_turn(name: str, size: int, inner: Link, outer: Link) -> Link:
         min(known, default=None),
         f"{inner.source}; {outer.source}",
         ", ".join(one.derived for one in (inner, outer) if one.derived),
+        max(inner.relative_error, outer.relative_error),
     )
 
 
@@ -218,6 +237,8 @@ def read_interconnect(text: str, option: str = "--link") -> Interconnect:
     """
     interconnects = known_interconnects()
     if text in interconnects:
+        if option == "--link" and interconnects[text].medium in BETWEEN_MACHINES:
+            raise UsageError(f"--link {text} joins machines; give it as --outer-link, and --link within a machine")
         return interconnects[text]
     if names_a_file(text):
         where = f"{text}: link"
@@ -241,50 +262,35 @@ def read_interconnect(text: str, option: str = "--link") -> Interconnect:
     return Interconnect(link.name, [], ASSUMED_CONTENTION, ASSUMED_ERROR, False, link.source, link)
 
 
-# of a link whose contention and error are unknown: the contention of NVLink, below
-ASSUMED_CONTENTION, ASSUMED_ERROR = 0.26, 0.15
-
-
 def known_interconnects() -> dict[str, Interconnect]:
-    """Return the links of links.csv by name, and ``nvlink``, which was fitted to published speeds of whole models."""
-    by_path: dict[str, list[dict[str, str]]] = {}
+    """Return the links of links.csv by name."""
+    by_name: dict[str, list[dict[str, str]]] = {}
     with LINK_TABLE.open(encoding="utf-8") as file:
         table = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    for one in sorted(table, key=lambda one: int(one["ranks"])):
-        by_path.setdefault(one["path"], []).append(one)
-    interconnects = {name: _of_table(name, published) for name, published in by_path.items()}
-    # NVLink as the Ladder Residual authors' published speeds show it (benchmarks/planning.py fits these figures):
-    # microseconds for 2 ranks, and for each one more; GB/s. Shorter messages than the 16 KiB that were timed take the
-    # same latency
-    rows = [InterconnectRow(n, 12.8 + 2.25 * (n - 2), 398.0, 0, 1 << 30) for n in (2, 4, 8)]
-    interconnects["nvlink"] = Interconnect(
-        "nvlink",
-        rows,
-        contention=0.26,
-        relative_error=0.05,
-        calibrated=False,
-        source="fitted to the speeds that the Ladder Residual authors published (H100)",
-        nvlink_gb_s=450.0,  # of H100's data sheet: 900 in both directions
-        medium=interconnects["nccl_nvlink_h100"].medium,
-    )
-    return interconnects
+    for line in sorted(table, key=lambda line: int(line["ranks"])):
+        by_name.setdefault(line["name"], []).append(line)
+    return {name: _of_table(name, lines) for name, lines in by_name.items()}
 
 
-def _of_table(name: str, published: list[dict[str, str]]) -> Interconnect:
+def _of_table(name: str, lines: list[dict[str, str]]) -> Interconnect:
     """Return the link of the lines of links.csv that have this name, ascending by ranks."""
     rows = []
-    for one in published:
-        ranks, beta = int(one["ranks"]), one["beta_gb_s"]
-        bus = float(beta) * ring_share(ranks) if beta else None
-        rows.append(InterconnectRow(ranks, float(one["alpha_us"]), bus, int(one["min_bytes"]), int(one["max_bytes"])))
+    for line in lines:
+        ranks = int(line["ranks"])
+        sizes = int(line["min_bytes"]), int(line["max_bytes"])
+        rows.append(
+            InterconnectRow(ranks, float(line["alpha_us"]), float(line["beta_gb_s"]) * ring_share(ranks), *sizes)
+        )
     return Interconnect(
         name,
         rows,
         ASSUMED_CONTENTION,
-        ASSUMED_ERROR,
+        max(float(line["relative_error"]) for line in lines),
         False,
-        "; ".join(dict.fromkeys(one["source"] for one in published)),
-        medium=published[0]["medium"],
+        "; ".join(dict.fromkeys(line["source"] for line in lines)),
+        medium=lines[0]["medium"],
+        wire_gb_s=float(lines[0]["wire_gb_s"]),
+        kernel=lines[0]["kernel"],
     )
 
 

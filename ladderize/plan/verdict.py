@@ -1,0 +1,97 @@
+"""The answer of ``ladderize plan``: is a layout worth it on this group, and which one? Imports no torch.
+
+A layout changes the model. So it has to gain more than a few per cent, and more than what changes no result.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ladderize.console import human_bytes
+from ladderize.files.records import Record
+from ladderize.plan.rows import PlannedRow
+
+WORTH_WAITING = 0.03  # of the dense time: where less of it is waiting, no layout is worth its loss of accuracy
+WORTH_GAINING = 1.05  # a speed-up; below it, too
+NEARLY = 0.95  # of a speed-up: what counts as no slower
+
+
+@dataclass(frozen=True)
+class PlanVerdict(Record):
+    """The answer for one group at one batch size.
+
+    layout: the name of the row that it is about; None where it is about none.
+    """
+
+    tp_size: int
+    batch_size: int
+    worth: Literal["yes", "perhaps", "no"]
+    layout: str | None
+    sentence: str
+
+
+def judge(rows: Sequence[PlannedRow], *, about: Sequence[str], least_ranks: int | None) -> PlanVerdict:
+    """Return the verdict on one group.
+
+    rows: its rows, the dense model first.
+    about: names of rows: the verdict is about the first of them that is there. Without one it is about the fastest
+        layout that was measured to need no long training (of those nearly as fast the most accurate), or else about
+        the fastest.
+    least_ranks: the fewest ranks whose memory holds the dense model; None where it is not known, or none do.
+    """
+    dense, *others = rows
+    layouts = [row for row in others if row.kind == "layout" and row.fits is not False]
+    short = [row for row in layouts if row.loss is not None and not row.loss.needs_long_training]
+    named = [row for name in about for row in layouts if row.name == name]
+    candidates = named[:1] or short or layouts
+    fastest = max(candidates, key=lambda row: row.speedup, default=None)
+    best = fastest if fastest is None or fastest not in short else _most_accurate(short, fastest.speedup)
+    rival = max([dense, *(row for row in others if row.kind == "exact")], key=lambda row: row.speedup)
+    worth, sentence = _answer(dense, best, rival, least_ranks)
+    return PlanVerdict(dense.tp_size, dense.batch_size, worth, best.name if best and worth != "no" else None, sentence)
+
+
+def _most_accurate(rows: Sequence[PlannedRow], speedup: float) -> PlannedRow:
+    """Return the row that was measured to lose the fewest points, of those that are nearly as fast."""
+    near = [(row.loss.points, row.speedup, row) for row in rows if row.loss and row.speedup >= NEARLY * speedup]
+    return max(near, key=lambda entry: entry[:2])[2]
+
+
+def _answer(
+    dense: PlannedRow, best: PlannedRow | None, rival: PlannedRow, least_ranks: int | None
+) -> tuple[Literal["yes", "perhaps", "no"], str]:
+    if dense.fits is False:
+        advice = f"the smallest --tp-size that fits is {least_ranks}" if least_ranks else "no --tp-size does"
+        need = human_bytes(dense.memory_need_bytes)
+        return "no", f"It does not fit: each rank needs {need} or more; {advice}."
+    if dense.tp_size == 1:
+        return "no", "Nothing to gain: one rank sends nothing."
+    if dense.waiting_share < WORTH_WAITING:
+        return "no", f"Not worth it: dense waits for all-reduces {dense.waiting_share:.1%} of its time."
+    if best is None:
+        return "no", "No layout was asked for."
+    gain = f"{shown_name(best.name)} gives {_speed(best)}"
+    if best.speedup <= rival.speedup and rival is not dense:
+        return "no", f"Not worth it: {_unchanged(rival)} {rival.speedup:.2f}x without any change, {gain}."
+    if best.speedup < WORTH_GAINING:
+        return "no", f"Not worth it: {gain}."
+    training = " after a long training" if best.loss is not None and best.loss.needs_long_training else ""
+    if best.speedup_low <= 1:
+        return "perhaps", f"Perhaps: {gain}{training}, so that it may be slower than dense."
+    if rival is not dense and best.speedup_low <= rival.speedup_high:
+        may = f"{_unchanged(rival)} {_speed(rival)} without any change"
+        return "perhaps", f"Perhaps: {gain}{training}, but {may}."
+    return "yes", f"Worth trying: {gain}{training}."
+
+
+def _speed(row: PlannedRow) -> str:
+    return f"{row.speedup:.2f}x ({row.speedup_low:.2f} to {row.speedup_high:.2f})"
+
+
+def _unchanged(row: PlannedRow) -> str:
+    return "fused sums give" if row.name == "fused" else f"{row.name} give"
+
+
+def shown_name(name: str) -> str:
+    """Return the name of a layout's row for people: ``ladder=16:32`` is ``ladder 16:32``."""
+    return name.replace("=", " ")
