@@ -251,7 +251,7 @@ def test_where_converting_is_not_worth_it():
 @pytest.mark.parametrize(
     ("arguments", "worth", "sentence"),
     [
-        (("8b", "--link", "500,1", "--tp-size", 2), "yes", "Worth trying: ladder 16:32 gives {best}."),
+        (("8b", "--link", "500,1", "--tp-size", 2), "yes", "Worth trying: spd 9:32 gives {best}."),
         (("8b", "--link", "500,1", "--tp-size", 2, "--layout", "ladder"), "yes", "{best} after a long training."),
         (("70b", "--tp-size", 8), "no", "Not worth it: fused sums give {rival:.2f}x without any change, ladder 40:80"),
         (
@@ -277,7 +277,8 @@ def test_verdicts(arguments, worth, sentence):
     assert verdict.worth == worth
     shown = " ".join(invoke("plan", *where).stdout.split())
     assert verdict.sentence in shown
-    options = f"--ladder {best.name.partition('=')[2] or 'all'}"
+    kind, _, ranges = best.name.partition("=")
+    options = f"--{kind} {ranges or 'all'}{' --sync-tp-size 2' if kind == 'spd' else ''}"
     assert shown.endswith(f"next: ladderize convert MODEL OUT {options}") == (worth != "no")
     by_speed = best.speedup >= 1.05 and best.speedup > rival.speedup
     surely = best.speedup_low > max(1, rival.speedup_high if rival.name != "dense" else 1)
@@ -298,7 +299,7 @@ def test_what_does_not_fit_is_said_first():
     ("words", "doubt"),
     [
         (("--engine", "published", "--prompt-len", "8000"), "published writes all attention scores of a prompt to"),
-        (("--link", "nccl_pcie"), "nccl_pcie is carried to messages of 8.39 MB: hence its part of the bands is wide"),
+        (("--link", "nccl_pcie"), "nccl_pcie was not timed at 8.39 MB: its part of the bands is wide"),
     ],
 )
 def test_doubts_are_said_where_they_belong(words, doubt):
@@ -318,13 +319,29 @@ def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
     for engine in known_engines():
         assert basis("2", "--engine", engine) == {"calibrated" if engine == timed else "predicted"}
     outcome = invoke("plan", dense, "--hardware", hardware, "--tp-size", "2,8", *TINY)
-    assert "wire is carried to 8 ranks, extrapolated from 2 and 4 ranks" in outcome.stdout
+    assert "wire was not timed at 8 ranks (extrapolated from 2 and 4 ranks)" in outcome.stdout
     assert "batch 1 (calibrated)" in outcome.stdout
     assert "batch 1 (predicted)" in outcome.stdout
     for key in ("link", "device"):
         edited(hardware, key, calibrated=False)
         assert basis("2") == {"predicted"}
         edited(hardware, key, calibrated=True)
+
+
+def test_what_others_measured():
+    """Times of all-reduces and of decoding that others published, which no figure was fitted to."""
+    h100, pro = read_device("h100-sxm"), read_device("rtx-pro-6000")
+    vllm = known_engines()["vllm"]
+    # one exposed sum more in each of about 40 layers of a 120B at TP4: 0.57 ms (vLLM pull request 52301)
+    times = sorted(link.at(4).seconds(1 << 12) for link in own_links(h100, vllm, 4))
+    assert times[0] < 0.57e-3 / 40 < times[-1]
+    # NCCL among four cards, 8 KB: 15.2 us (gardenlinux issue 4556)
+    (nccl,) = own_links(pro, vllm, 4)
+    assert nccl.at(4).seconds(1 << 13) == pytest.approx(15.2e-6, rel=0.15)
+    # one request on RTX 6000 Ada, 59 tokens/s on one card and 89 on two, if that was an 8B
+    rows = planned("--shape", "8b", "--hardware", "rtx-6000-ada", "--tp-size", "1,2").rows
+    speeds = [1e3 / row.decode_ms_per_token for row in rows if row.name == "dense"]
+    assert speeds == pytest.approx([59, 89], rel=0.2)
 
 
 # ---- what it refuses ----

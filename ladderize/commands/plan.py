@@ -68,14 +68,15 @@ def plan(given: GivenOptions) -> None:
 
 
 def next_command(result: "PlanResult") -> str | None:
-    """Return the command that makes the layout of the first verdict for it; None where all are against one."""
+    """Return the command that makes the layout of the most favourable verdict; None where all are against one."""
     from ladderize.plan.run import CHECKPOINT_ROW
 
-    worth = [verdict for verdict in result.verdicts if verdict.layout not in (None, CHECKPOINT_ROW)]
-    if not worth:
+    favourable = [verdict for verdict in result.verdicts if verdict.layout not in (None, CHECKPOINT_ROW)]
+    if not favourable:
         return None
-    kinds, _, ranges = str(worth[0].layout).partition("=")
+    verdict = min(favourable, key=lambda verdict: ("yes", "perhaps").index(verdict.worth))
+    kinds, _, ranges = str(verdict.layout).partition("=")
     options = [text for kind in kinds.split("+") for text in (f"--{kind}", ranges or "all")]
     if kinds != "ladder":
-        options += ["--sync-tp-size", str(result.model.sync_tp_size or worth[0].tp_size)]
+        options += ["--sync-tp-size", str(result.model.sync_tp_size or verdict.tp_size)]
     return command_line("convert", result.model.model or "MODEL", "OUT", *options)

@@ -42,7 +42,7 @@ class PlanModel(Record):
         f"Rows of the table: {', '.join(LAYOUT_NAMES)}, such a name with a range of layers, ladder=16:32, or"
         f" {' and '.join(BOUND_NAMES)}, which are for comparison. dense is always there.",
         metavar="A,B",
-        shown="all of them, for all layers",
+        shown="ladder and delayed on the upper half, spd on 70 %, and all layers",
     )
     sync_tp_size: int | None = option("Virtual ranks of delayed and spd in --layout.", min=1, shown="as many as ranks")
     dtype: Dtype = option(
@@ -65,8 +65,8 @@ class PlanOptions(Record):
     """The hardware and the workload: ``options`` of plan.json."""
 
     hardware: str = option(
-        "The device of one rank: h100-sxm, h200, a100-80gb, a100-40gb, l40s, b200, or a file of calibrate or of your"
-        " own.",
+        "The device of one rank: h100-sxm, rtx-4090, l40s or another known one (docs/planning.md), or a file of"
+        " calibrate or of your own.",
         ...,
         metavar="DEVICE",
     )
@@ -78,12 +78,13 @@ class PlanOptions(Record):
         parse=partial(parse_counts, option="--tp-size"),
     )
     link: str | None = option(
-        "What joins the ranks: nvlink, nccl_pcie or another known link, ALPHA_US,BETA_GB_S (see bench), or a file.",
+        "What joins the ranks: a known link, such as nccl_pcie4, ALPHA_US,BETA_GB_S (see bench), or a file.",
         metavar="LINK",
-        shown="that of --hardware's file",
+        shown="the engine's fastest on such devices, or that of --hardware's file",
     )
     outer_link: str | None = option(
-        "What joins groups of ranks, such as machines: --link is within a group then, and --sync-tp-size their number.",
+        "What joins machines, such as nccl_two_nodes_ib_ndr: --link is within one then. With --sync-tp-size it joins as"
+        " many groups.",
         metavar="LINK",
     )
     engine: str | None = option(

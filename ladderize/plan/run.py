@@ -1,7 +1,7 @@
 """The command ``ladderize plan`` from its options to its document: read, choose, predict, write."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -118,7 +118,7 @@ def plan_layouts(
         for group, rows in zip(groups, tables, strict=True)
     ]
     shown = [group for group, rows in zip(groups, tables, strict=True) if rows[0].fits is not False]
-    doubts = [*dict.fromkeys(doubt for group in shown for doubt in _doubts(group))]
+    doubts = [*_doubts(shown)]
     links = [*max(groups, key=lambda group: group.ranks).links]
     result = PlanResult(
         choice, served.dtype, served.is_fp8, options, served.device, links, served.engine.name,
@@ -243,7 +243,8 @@ def _row_layouts(choice: PlanModel, layout: Layout, serving: Serving, ranks: int
     LayoutError for layouts that ``ranks`` cannot run.
     """
     layouts = {} if layout.is_dense else {CHECKPOINT_ROW: layout}
-    for name in usual_layouts(layout.num_layers) if choice.layout is None else layout_names(choice.layout):
+    usual = usual_layouts(layout.num_layers) if ranks > 1 else []
+    for name in usual if choice.layout is None else layout_names(choice.layout):
         named = "dense" if name in BOUND_NAMES else name
         layouts[name] = named_layout(named, layout.num_layers, choice.sync_tp_size or ranks)
     if choice.layout is None:
@@ -282,22 +283,25 @@ def least_ranks(serving: Serving) -> int | None:
     return None
 
 
-def _doubts(serving: Serving) -> Iterator[str]:
-    """Yield the reasons why the figures of a group may be off."""
-    if serving.prompt_len >= LONG_PROMPT and serving.engine.score_passes:
+def _doubts(groups: Sequence[Serving]) -> Iterator[str]:
+    """Yield the reasons why the figures of these groups may be off."""
+    if any(group.prompt_len >= LONG_PROMPT and group.engine.score_passes for group in groups):
         yield (
-            f"the engine {serving.engine.name} writes all attention scores of a prompt to memory, which takes long at"
-            f" {serving.prompt_len} tokens; --engine vllm has a fused attention"
+            f"the engine {groups[0].engine.name} writes all attention scores of a prompt to memory, which takes long at"
+            f" {groups[0].prompt_len} tokens; --engine vllm has a fused attention"
         )
-    beyond: dict[str, list[str]] = {}
-    for parts in pass_parts(serving).values():
-        link = serving.fastest(parts.message_bytes)
-        sizes = [] if link.in_range(parts.message_bytes) else [f"to messages of {human_bytes(parts.message_bytes)}"]
-        ranks = [f"to {serving.ranks} ranks, {link.derived}"] if link.derived else []
-        beyond[link.name] = list(dict.fromkeys([*beyond.get(link.name, []), *ranks, *sizes]))
+    beyond: dict[str, dict[str, None]] = {}
+    for group in groups:
+        for parts in pass_parts(group).values():
+            link = group.fastest(parts.message_bytes)
+            reaches = beyond.setdefault(link.name, {})
+            if link.derived:
+                reaches[f"{group.ranks} ranks ({link.derived})"] = None
+            if not link.in_range(parts.message_bytes):
+                reaches[human_bytes(parts.message_bytes)] = None
     for name, reaches in beyond.items():
         if reaches:
-            yield f"{name} is carried {' and '.join(reaches)}: hence its part of the bands is wide"
+            yield f"{name} was not timed at {', '.join(reaches)}: its part of the bands is wide"
 
 
 # ---- the choice ----
