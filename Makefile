@@ -10,7 +10,7 @@ VENV_VLLM := .venv-vllm
 demo: install
 	$(BIN)/ladderize demo
 
-# A real model on known tasks (docs/real.md): 79 minutes on 2 cores. A killed run goes on when run again.
+# A real model on known tasks (docs/results.md): 79 minutes on 2 cores. A killed run goes on when run again.
 TEXTS ?= ../shared/real
 real: install
 	$(BIN)/python scripts/real_model.py real $(TEXTS)

@@ -3,7 +3,7 @@
     python benchmarks/aligned_kinds.py OUT.json
 
 The bundled model, aligned on 256 windows of 128 tokens (float32, one seed), with and without random tokens, and with
-texts of its own. Prints the table of docs/align.md, with what was not aligned on in brackets.
+texts of its own. Prints a table (docs/adapt.md has figures of it), with what was not aligned on in brackets.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Which further idea wins accuracy back on a real model, at about equal CPU time? KL of SmolLM2-135M (docs/real.md).
+"""Which further idea wins accuracy back on a real model, at about equal CPU time? KL of SmolLM2-135M (docs/results.md).
 
     python benchmarks/real_recovery.py OUT.json [--layouts ladder,delayed] [--variants ...] [--work real/work/recovery]
 
@@ -16,7 +16,7 @@ those of the children of the variant, without the alignment that it begins with.
 - on-policy: reverse KL on answers of the converted model itself (half of TOKENS: to write them takes the other half)
 - on-policy, forward: the same, by KL of the teacher
 
-Rows of a variant "hidden" were trained on a third loss, too, which is no option any more (docs/results.md).
+Rows of a variant "hidden" were trained on a third loss, too, which is no option any more.
 """
 
 import argparse

@@ -7,16 +7,16 @@ Every cell is a run of ``ladderize.adapt_checkpoint`` or ``adapt_layers`` with t
 on one thread, and is judged in float32 on texts that nothing was trained on; of the demo model in LAYOUTS with seed 0
 and 60k tokens or more the demo's tasks are asked, too. Cells that OUT.json has already are not run again, so that a run
 may be cut off, or asked for more. The models ``prose`` and ``wide`` are made by scripts/train_demo_model.py, which says
-how. Preload tcmalloc (see docs/results.md). docs/draw_recovery.py makes the figure and the tables of it.
+how. Preload tcmalloc. docs/draw_recovery.py makes the figure and prints tables of it.
 
 Layouts: ladder upper, ladder all, spd all, both; or all layers with a kind, ranks and what is assigned to them by the
 training data: "delayed 2", "spd 4 heads", "spd+delayed 8 neurons" (heads and neurons). docs/draw_assignment.py makes
-the figure and the table of those.
+the figure, and prints a table of those.
 
 Recipes: ce (cross-entropy on the text, the Ladder paper's way), kl (the dense model's predictions), blocks
 (block-to-block distillation), none. ``align`` in front of one starts it from the aligned weights; the tokens of the
 alignment, 16k, are not counted into the budget: they are no steps. Rows of a recipe "hidden" are kl and a third loss,
-which is no option any more (docs/results.md).
+which is no option any more.
 """
 
 import argparse

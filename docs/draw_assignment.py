@@ -2,7 +2,7 @@
 
 python docs/draw_assignment.py        # needs matplotlib (pip install matplotlib)
 
-benchmarks/recovery.py measures; docs/results.md has its commands.
+benchmarks/recovery.py measures.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Put the tables of finished sweeps into docs/real.md, and their figures into benchmarks/results.
+"""Put the tables of finished sweeps into docs/results.md, and their figures into benchmarks/results.
 
     python scripts/real_in_docs.py real/sweep real/few
 
@@ -25,7 +25,7 @@ from ladderize.report.models import ReportModel, WithInterval, points_text
 from ladderize.sweep_document import SweepDocument, SweepPoint
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "real.md"
+PAGE = ROOT / "docs" / "results.md"
 PICTURE = "sweep", ROOT / "docs" / "real-tradeoff.png"  # of one of them
 TASKS = {"piqa": "acc_norm", "arc_easy": "acc_norm", "hellaswag": "acc_norm", "lambada_openai": "acc"}
 

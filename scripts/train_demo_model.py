@@ -10,7 +10,7 @@ Another shape, on prose in the place of the demo's texts (benchmarks/recovery.py
     python scripts/train_demo_model.py --text ../shared/fixtures/wikitext-2/test.txt --layers 16 --hidden-size 96 \
         --intermediate-size 256 --heads 6 --repeat-kv --steps 1200 --out prose --log prose.log
 
-The same recipe for another family (docs/results.md, "A Qwen3"; not shipped):
+The same recipe for another family (docs/results.md, "Tiny models"; not shipped):
 
     python scripts/train_demo_model.py --family qwen3 --out qwen3 --log qwen3.log
 """

@@ -1,4 +1,4 @@
-"""The oracle: a decoder with sync points, written line by line after docs/design.md and the equations that its family
+"""The oracle: a decoder with sync points, written line by line after docs/layouts.md and the equations that its family
 was published with, for reading and not for speed.
 
 Every rank is computed apart, with its own slices of the weights, in fp32 or fp64, without cache, without any code of

@@ -284,7 +284,7 @@ def random_parts(layers: int) -> PassParts:
 
 
 def slow_times(parts: PassParts, layout: Layout, *, dt: float = 2e-3) -> tuple[float, float]:
-    """The loop of docs/design.md, lived through in small steps of time: all of it, and what is computed."""
+    """The loop of docs/layouts.md, lived through in small steps of time: all of it, and what is computed."""
     clock, in_flight, behind = 0.0, 0.0, 0.0  # behind: what comes after the message in flight
     busy = parts.rest + parts.vocabulary
 

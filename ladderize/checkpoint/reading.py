@@ -213,7 +213,7 @@ def resolve_json(source: str, revision: str | None) -> tuple[Path, bool]:
         if gguf is not None and not (path / "config.json").exists():
             raise UserError(
                 f"{gguf} is a GGUF file, which ladderize does not read; transformers makes a checkpoint of it"
-                " (docs/quantised.md#gguf)"
+                " (docs/models.md#gguf)"
             )
         if not path.is_dir() or not files:
             raise UserError(

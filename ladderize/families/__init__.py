@@ -1,1 +1,1 @@
-"""The families of models that ladderize supports: docs/families.md, "How to add a family"."""
+"""The families of models that ladderize supports: CONTRIBUTING.md, "How to add a family of models"."""

@@ -1,7 +1,7 @@
 """The times of a forward pass: of its parts, and of a whole pass in some layout. Imports no torch.
 
 All layers are alike (of layers with and without a window, attention is the mean), so a pass is a few figures. Each wait
-comes right after the next sub-module (docs/design.md), so one message is in flight at a time, and times add up over
+comes right after the next sub-module (docs/layouts.md), so one message is in flight at a time, and times add up over
 layers.
 
 A product takes as long as its floating-point operations or its bytes, whichever takes longer (the roofline of Williams

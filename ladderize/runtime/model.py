@@ -1,4 +1,4 @@
-"""The tensor-parallel decoder for every family and layout. docs/design.md describes its forward pass.
+"""The tensor-parallel decoder for every family and layout. docs/layouts.md describes its forward pass.
 
 Between layers the state is the residual stream, equal on all ranks, and perhaps one all-reduce in flight. Each
 sub-module returns this rank's partial sum; the layout says whether its sum is waited for at once (blocking), after the

@@ -1,4 +1,4 @@
-"""The order in which the parts of a forward pass run. A schedule changes no result (docs/design.md). Imports no torch.
+"""The order in which the parts of a forward pass run. A schedule changes no result (docs/layouts.md). Imports no torch.
 
 ``sequential`` runs the whole batch as one part. ``domino`` (arXiv 2409.15241) cuts it into parts and goes round: each
 part computes one sub-module, sends its sum, and makes room for the next part, whose compute hides the message.

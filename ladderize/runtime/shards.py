@@ -1,7 +1,7 @@
 """The sizes of a Llama, and the part of its tensors that one rank has. Imports no torch.
 
 Heads and intermediate rows are split in contiguous blocks, rank by rank; KV heads are replicated where there are more
-ranks than KV heads (docs/design.md; Megatron-LM, arXiv 1909.08053).
+ranks than KV heads (docs/layouts.md; Megatron-LM, arXiv 1909.08053).
 """
 
 import json

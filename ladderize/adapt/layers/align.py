@@ -34,7 +34,7 @@ from ladderize.files.records import Record
 from ladderize.layout import Layout
 
 RIDGES = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # tried for every projection on held-out windows, strongest first
-RANDOM_SHARE = 0.25  # windows of random tokens for each window of the data (docs/align.md)
+RANDOM_SHARE = 0.25  # windows of random tokens for each window of the data (docs/adapt.md)
 ERRORS = (
     "errors: squared, on held-out tokens, in % of the squared values aimed at; reads: q, k, v; gate, up. writes: o;"
     " down; they aim at the dense model's stream"

@@ -82,7 +82,7 @@ def short_tokens(config: Mapping[str, Any]) -> int:
 
 def start_tokens(config: Mapping[str, Any], budget: int | None) -> int:
     """Return the number of tokens to align on before a training on ``budget`` tokens: as many, from ``short_tokens`` to
-    ``default_tokens`` (docs/real.md: what more tokens win stays after the training)."""
+    ``default_tokens`` (docs/results.md: what more tokens win stays after the training)."""
     return min(default_tokens(config), max(short_tokens(config), budget or 0))
 
 
@@ -198,5 +198,5 @@ def layers_to_rewrite(options: WindowOptions, layout: Layout) -> tuple[int, ...]
 
 def layers_to_align(layout: Layout) -> tuple[int, ...]:
     """Return every layer from the first converted one on: those behind it read a changed stream too, and repairing them
-    helped on every layout that was measured (docs/results.md)."""
+    helped on every layout that was measured (ladder 1:3 of stories260K: KL 0.289 in place of 0.300)."""
     return tuple(range(layout.converted_layers[0], layout.num_layers))

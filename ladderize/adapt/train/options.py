@@ -30,7 +30,8 @@ from ladderize.runtime.schedule import Schedule, ScheduleName
 WIDTH, FULL_LR, LORA_LR = 4096, 2e-5, 1e-4
 # After alignment: the fewest steps of warm-up, the largest share of all steps that these may be, the least peak, and
 # the divergence in nats per token from which on the whole peak suits. Sooner and higher rates undo the alignment, and a
-# longer warm-up is training lost (docs/results.md).
+# longer warm-up is training lost (60k tokens, ladder on all layers of the bundled model: KL 0.173 without, 0.103 with
+# a fifth of the steps).
 ALIGNED_WARMUP, ALIGNED_SHARE, LEAST_PEAK, WHOLE_PEAK_FROM = 10, 0.2, 0.2, 0.6
 SHARE_OF_WARMUP, MOST_WARMUP = 0.05, 200  # of the steps, and steps
 # Tokens of a step: a two-thousandth of the budget within these bounds, since a short training gains more from steps
