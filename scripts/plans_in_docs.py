@@ -1,4 +1,5 @@
-"""Put the output of the pages' `ladderize plan` and `adapt --dry-run` commands behind them again, as it is now.
+"""Put the output of the pages' `ladderize plan` and `adapt --dry-run` commands behind them again, as it is now; and the
+verdicts of the worked cases into the README.
 
     python scripts/plans_in_docs.py
 
@@ -7,6 +8,7 @@ examples/, ``llama-8b``, ``upper`` (the same with ladder on its upper half; both
 ``chat.jsonl``. tests/test_docs.py asks whether the pages are as this script would write them.
 """
 
+import json
 import os
 import re
 import shlex
@@ -20,10 +22,25 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```console\n(\$ ladderize (?:plan|adapt) (?:.*\\\n)*.*\n)(?:.*\n)*?```$", re.MULTILINE)
 WIDTH = 100
+CASES = re.compile(r"(<!-- cases: scripts/plans_in_docs.py -->\n).*?(<!-- measured -->|<!-- end of cases -->)", re.DOTALL)
+WORKED = {  # whose answers are predicted for one text at a time, and for 16
+    "Llama 70B on one machine of 8 H100": "--shape 70b --hardware h100-sxm --tp-size 8",
+    "Llama 70B on two such machines, InfiniBand": (
+        "--shape 70b --hardware h100-sxm --tp-size 16 --outer-link nccl_two_nodes_ib_ndr"
+    ),
+    "Qwen3 32B on 4 RTX 4090 (PCIe)": "--shape qwen3-32b --hardware rtx-4090 --tp-size 4",
+    "Qwen3 32B on 8 RTX 3090 (PCIe)": "--shape qwen3-32b --hardware rtx-3090 --tp-size 8",
+    "Llama 8B on 2 RTX 4090 (PCIe)": "--shape 8b --hardware rtx-4090 --tp-size 2",
+}
 
 
 def output(command: str) -> str:
-    """What the command prints, warnings too; prose is wrapped."""
+    """What the command prints; prose is wrapped."""
+    return "".join(f"{part}\n" for line in printed(command).splitlines() for part in _wrapped(line.rstrip()))
+
+
+def printed(command: str) -> str:
+    """What the command prints. A plan that warns is an error: a page's command is one that needs no warning."""
     words = shlex.split(command.removeprefix("$ ").replace("\\\n", " "))[1:]
     with tempfile.TemporaryDirectory() as folder:
         os.symlink(ROOT / "examples", Path(folder) / "examples")
@@ -33,14 +50,13 @@ def output(command: str) -> str:
             [sys.executable, "-m", "ladderize", *words],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "COLUMNS": "120"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if words[0] == "plan" else subprocess.DEVNULL,
+            capture_output=True,
             text=True,
             check=False,
         )
-    if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}: {command}{done.stdout}")
-    return "".join(f"{part}\n" for line in done.stdout.splitlines() for part in _wrapped(line.rstrip()))
+    if done.returncode or (words[0] == "plan" and done.stderr):
+        raise RuntimeError(f"exit code {done.returncode}: {command}{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def _large_models(folder: Path) -> None:
@@ -59,8 +75,20 @@ def _wrapped(line: str) -> list[str]:
     return textwrap.wrap(line, WIDTH) if is_prose else [line]
 
 
+def cases() -> str:
+    """The lines of the table of worked cases."""
+    lines = ["| you have | dense waits | one text at a time | 16 at a time | ask `plan` |", "|---|---|---|---|---|"]
+    for case, arguments in WORKED.items():
+        document = json.loads(printed(f"$ ladderize plan {arguments} --batch-size 1,16 --json"))
+        waits = ", ".join(f"{row['waiting_share']:.0%}" for row in document["rows"] if row["name"] == "dense")
+        answers = " | ".join(verdict["sentence"] for verdict in document["verdicts"])
+        lines.append(f"| {case} | {waits} | {answers} | `{arguments}` |")
+    return "".join(f"{line}\n" for line in lines)
+
+
 def renewed(text: str) -> str:
     """A page with the outputs of its plans as they are now."""
+    text = CASES.sub(lambda block: f"{block[1]}{cases()}{block[2]}", text)
     return BLOCK.sub(lambda block: f"```console\n{block[1]}{output(block[1])}```", text)
 
 
