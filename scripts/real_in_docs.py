@@ -55,7 +55,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [[*head, "recovered", "speed-up", "minutes"]]
     for row in rows:
         perplexity = row["perplexity"]
-        before = converted.get(row["name"].partition(",")[0], perplexity)
+        before = converted.get(row["name"].partition("+")[0], perplexity)
         won = before != perplexity
         share = f"{1 - math.log(perplexity / dense) / math.log(before / dense):.0%}" if won else ""
         points = "" if row["points"] is None else points_text(WithInterval(**row["points"]))
