@@ -96,7 +96,7 @@ class Measure:
         """Return the encoding of a field: better is up or to the right."""
         scale = {"type": "symlog", "constant": self.linear, "reverse": not self.more_is_better}
         scale |= {"zero": False, "nice": False, "padding": 16, **more}
-        axis = {"values": self.ticks, "labelExpr": self.label, "labelOverlap": True}
+        axis = {"values": self.ticks, "labelExpr": self.label, "labelOverlap": "greedy"}
         return quantitative(field, f"{self.title} (logarithmic)", scale=scale, axis=axis)
 
     def scaled(self, values: Any) -> Any:
@@ -106,7 +106,7 @@ class Measure:
 
 
 ACCURACY = Measure("difference", "points from dense", 2, POINT_TICKS, SIGNED_LABEL, more_is_better=True)
-PERPLEXITY = Measure("perplexity_growth", "perplexity over dense", 0.05, LOG_RATIOS, RATIO_LABEL, more_is_better=False)
+PERPLEXITY = Measure("perplexity_growth", "perplexity over dense", 0.01, LOG_RATIOS, RATIO_LABEL, more_is_better=False)
 
 
 @dataclass(frozen=True)

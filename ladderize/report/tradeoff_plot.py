@@ -29,11 +29,7 @@ Anchor = tuple[int, int, str]  # of a name: its distance from its mark to the ri
 Box = tuple[float, float, float, float]  # left, right, top and bottom, in pixels
 HEIGHT = 380
 EDGE = 24  # pixels between the outermost marks and the edges of the drawing
-MARK_RADIUS, NAME_HEIGHT, CHARACTER = (
-    9,
-    16,
-    7,
-)  # half the width of a mark, the height of a name, the width of a character
+MARK_RADIUS, NAME_HEIGHT, CHARACTER = 9, 16, 7  # pixels; of a character: its width
 NAME_ANCHORS: Sequence[Anchor] = (
     (10, -12, "left"), (-10, -12, "right"), (0, -20, "center"), (10, 12, "left"), (-10, 12, "right"),
     (0, 20, "center"), (14, 0, "left"), (-14, 0, "right"), (0, -36, "center"), (0, 36, "center"),
@@ -104,8 +100,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
 def name_anchors(names: Sequence[str | None], marks: Sequence[tuple[float, float]], bars: Sequence[Box]) -> list[Any]:
     """Return where each mark's name lies, of NAME_ANCHORS; None: there is no name, or no room for it.
 
-    No name lies on a mark or on another name. Names stay in the drawing where they can, and cross as few bars as
-    possible. The fastest come first.
+    No name lies on a mark or on another name. Those of the fastest come first.
     """
     taken: list[Box] = [(x - MARK_RADIUS, x + MARK_RADIUS, y - MARK_RADIUS, y + MARK_RADIUS) for x, y in marks]
     anchors: dict[int, Anchor] = {}
@@ -113,7 +108,7 @@ def name_anchors(names: Sequence[str | None], marks: Sequence[tuple[float, float
         boxes = {anchor: _name_box(names[number] or "", marks[number], anchor) for anchor in NAME_ANCHORS}
         free = [anchor for anchor in NAME_ANCHORS if names[number] and not _count(boxes[anchor], taken)]
         if free:
-            anchors[number] = min(free, key=lambda anchor: (_is_outside(boxes[anchor]), _count(boxes[anchor], bars)))
+            anchors[number] = min(free, key=lambda anchor: _drawbacks(anchor, boxes[anchor], bars))
             taken.append(boxes[anchors[number]])
     return [anchors.get(number) for number in range(len(names))]
 
@@ -126,8 +121,10 @@ def _name_box(name: str, mark: tuple[float, float], anchor: Anchor) -> Box:
     return left, left + width, top, top + NAME_HEIGHT
 
 
-def _is_outside(box: Box) -> bool:
-    return box[0] < 0 or box[1] > DRAWING_WIDTH or box[2] < 0 or box[3] > HEIGHT
+def _drawbacks(anchor: Anchor, box: Box, bars: Sequence[Box]) -> tuple[bool, bool, int]:
+    """Return whether a name is out of the drawing, whether it is far from its mark, and how many bars it crosses."""
+    is_outside = box[0] < 0 or box[1] > DRAWING_WIDTH or box[2] < 0 or box[3] > HEIGHT
+    return is_outside, abs(anchor[1]) > 20, _count(box, bars)
 
 
 def _count(box: Box, others: Sequence[Box]) -> int:
