@@ -60,11 +60,6 @@ class SweepPoint(Record):
     timed: str | None = None
 
     @property
-    def methods(self) -> list[str]:
-        """The methods of its stages of adaptation, in their order."""
-        return [] if self.adapted == AS_CONVERTED else self.adapted.split(THEN)
-
-    @property
     def is_dense(self) -> bool:
         return set(self.attention_sync) | set(self.mlp_sync) == {"blocking"}
 

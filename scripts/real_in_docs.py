@@ -40,7 +40,7 @@ def figures(root: Path, point: SweepPoint, model: ReportModel) -> dict[str, Any]
         "layout": model.layout_words,
         "points": vars(model.difference) if model.difference is not None else None,
         "tasks": {task: entry.tasks[task][f"{metric},none"] for task, metric in TASKS.items()},
-        "perplexity": model.perplexity.value if model.perplexity is not None else None,
+        "perplexity": model.perplexity,
         "kl": model.divergence.value if model.divergence is not None else None,
         "speedup": vars(timings[0].whole) if timings else None,
         "seconds": {f"{number} {stage.stage}": stage.seconds for number, stage in enumerate(point.stages)},
@@ -55,7 +55,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [[*head, "recovered", "speed-up", "minutes"]]
     for row in rows:
         perplexity = row["perplexity"]
-        before = converted.get(row["name"].partition(",")[0], perplexity)
+        before = converted.get(row["name"].partition("+")[0], perplexity)
         won = before != perplexity
         share = f"{1 - math.log(perplexity / dense) / math.log(before / dense):.0%}" if won else ""
         points = "" if row["points"] is None else points_text(WithInterval(**row["points"]))

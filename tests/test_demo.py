@@ -55,7 +55,7 @@ def test_the_quick_demo_of_the_wheel(tmp_path):
     assert demo.returncode == 0, demo.stderr
     document = json.loads(demo.stdout)
     points = {point["name"]: point for point in document["sweep"]["points"]}
-    assert list(points) == ["dense", "ladder-all", "ladder-all, full 20k tokens", "spd-all"]
+    assert list(points) == ["dense", "ladder-all", "ladder-all+full", "spd-all"]
     folder = tmp_path / "demo"
     results = [json.loads((folder / "sweep" / point["results"]).read_text()) for point in points.values()]
     models = [result["models"][0]["ladderize"] for result in results]

@@ -166,18 +166,18 @@ def test_without_times_blocking_sync_points_decide(place, played):
 def test_the_others_go_on_where_an_evaluation_fails(place, played, monkeypatch):
     """The whole way: the failed layout is skipped, of the others the best is trained."""
     found = {point["name"]: point for point in read(played / "out")["points"]}
-    shutil.rmtree((played / "out" / found["two, align 8 windows"]["results"]).parent)
+    shutil.rmtree((played / "out" / found["two+align"]["results"]).parent)
     unlucky = run.run_stage
 
     def failing(stage, root):
-        return "no luck" if stage.title == "eval: two, align 8 windows" else unlucky(stage, root)
+        return "no luck" if stage.title == "eval: two+align" else unlucky(stage, root)
 
     monkeypatch.setattr(run, "run_stage", failing)
     _, document = sweep(played, tournament(place, bench=None), code=1)
     found = {point["name"]: point for point in document["points"]}
     last = {name: point["stages"][-1] for name, point in found.items()}
-    assert last["two, align 8 windows + full"]["status"] == "skipped"
-    assert last["two, align 8 windows + full"]["message"] == "the stage eval that decides it failed"
+    assert last["two+align+full"]["status"] == "skipped"
+    assert last["two+align+full"]["message"] == "the stage eval that decides it failed"
     others = [point for name, point in found.items() if name.endswith("full") and not name.startswith("two")]
     assert sorted(point["stages"][-1]["status"] for point in others) == ["done", "not promoted"]
 

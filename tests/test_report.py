@@ -10,15 +10,18 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from ladderize.console import printable
+from ladderize.console import Console, printable
+from ladderize.eval.table import short_names
 from ladderize.layout import Layout
 from ladderize.report.documents import find_documents
 from ladderize.report.join import join_documents
 from ladderize.report.page import build_page
+from ladderize.report.plot import ACCURACY, PERPLEXITY
 from ladderize.report.tradeoff_plot import pareto_front
+from ladderize.sweep.show import show_models
 from ladderize.sweep_document import StageState
 from tests.evaluations import Written
-from tests.helpers import change_json, edit_json, fresh_rng, invoke, invoke_well, one_sentence
+from tests.helpers import ROOT, change_json, edit_json, fresh_rng, invoke, invoke_well, one_sentence
 from tests.report_documents import (
     bench_document,
     eval_document,
@@ -179,7 +182,7 @@ def test_each_accuracy_is_over_the_tasks_of_its_difference(tmp_path):
     assert {name: row["accuracy"] for name, row in models_of(page).items()} == {
         name: f"{value:.1f} %" for name, value in expected.items()
     }
-    assert page.models.note == f"spd: accuracy and points are over a, over which dense has {means['dense', 'a']:.1f} %."
+    assert page.answer.sentences[0] == "Not evaluated on b: spd. Points are over the tasks that dense has in common."
 
 
 def test_perplexities_and_their_changes_against_a_bootstrap(tmp_path):
@@ -199,13 +202,14 @@ def test_perplexities_and_their_changes_against_a_bootstrap(tmp_path):
     dense, ladder = (math.exp(nll.sum() / tokens.sum()) for nll in nlls.values())
     rows = models_of(page)
     assert [rows[name]["perplexity"] for name in nlls] == [f"{dense:.3f}", f"{ladder:.3f}"]
-    number = re.compile(r"\+(\S+) \(\+(\S+) to \+(\S+)\)").fullmatch(rows["ladder"]["change from dense (95 %)"])
+    number = re.compile(r"\+(\S+) \(\+(\S+) to \+(\S+)\)").fullmatch(rows["ladder"]["change of perplexity"])
     near = 0.1 * (high - low)
     assert [*map(float, number.groups())] == pytest.approx([ladder - dense, low, high], abs=near)
-    assert rows["dense"]["change from dense (95 %)"] == "0.000"
+    assert rows["dense"]["change of perplexity"] == "0.000"
     drawn = {row["name"]: [row["y"], row["y1"], row["y2"]] for row in rows_of(page, "tradeoff-perplexity")}
-    assert drawn["dense"] == [pytest.approx(dense), None, None]
-    assert drawn["ladder"] == pytest.approx([ladder, dense + low, dense + high], abs=near)
+    assert drawn["dense"] == [0.0, None, None]
+    ratios = [ladder / dense, 1 + low / dense, 1 + high / dense]
+    assert drawn["ladder"] == pytest.approx(np.log(ratios).tolist(), abs=near / dense)
 
 
 # ---- whose times a model has ----
@@ -232,7 +236,7 @@ def test_a_model_that_was_not_timed_has_the_times_of_its_layout(tmp_path, case, 
     assert (f"dense and {own:.2f}\u00d7 as fast" if known else "Its speed was not measured.") in page.answer.headline
     assert page.models.note.endswith(note or "")
     assert bool(page.models.note) == (note is not None)
-    assert models_of(page)["aligned"].get("speed-up (95 %), measured", "").endswith(" *") == (note is not None)
+    assert models_of(page)["aligned"].get("measured speed-up", "").endswith(" *") == (note is not None)
 
 
 def test_a_model_that_failed_the_check_has_no_times(tmp_path):
@@ -252,6 +256,8 @@ def test_a_model_that_failed_the_check_has_no_times(tmp_path):
 
 # ---- a sweep ----
 
+LATE = StageState("adapt", "", "not promoted", message="it is not among the 1 best")
+
 
 @pytest.fixture
 def sweep(tmp_path):
@@ -269,7 +275,8 @@ def test_the_page_of_a_sweep(sweep):
     """Its points are compared in pairs, from the stored samples; the recommended one has the times of its layout; there
     is a plot for everything that a sweep measures."""
     page = page_of(sweep)
-    headline = "ladder-9000 (ladder 0:4) is at most 2 points less accurate than dense and 1.25"  # the sweep's margin
+    title = "ladder-9000 (ladder 0:4; full, 9,000 tokens)"
+    headline = f"{title} is at most 2 points less accurate than dense and 1.25"  # the sweep's margin
     assert page.answer.headline.startswith(headline)
     rows = rows_of(page, "tradeoff")
     assert {row["name"] for row in rows} == {"dense", "ladder", "ladder-1000", "ladder-9000", "spd"}
@@ -284,6 +291,42 @@ def test_the_page_of_a_sweep(sweep):
     assert {plot.name for plot in page.plots} == plots
     other = shutil.copytree(sweep, sweep.with_name("other"))  # points that two sweeps share are shown once
     assert sorted(models_of(page_of(sweep, other))) == ["dense", "ladder", "ladder-1000", "ladder-9000", "spd"]
+
+
+def test_models_of_one_name_in_two_sweeps_are_told_apart(sweep):
+    other = shutil.copytree(sweep, sweep.parent / "again" / "sweep")
+
+    def change(document):
+        for point in document["points"][1:]:
+            point.update(model=f"others/{point['name']}", results=None, adaptation=None)
+
+    change_json(other / "sweep.json", change)
+    folder = sweep.parent.name
+    names = {f"{point} ({place}/sweep)" for point in ("ladder", "spd") for place in (folder, "again")}
+    assert names <= {*models_of(page_of(sweep, other))}
+
+
+NAMES_OF_PATHS = {
+    ("a/x", "b/y"): ["x", "y"],
+    ("runs/1/model", "runs/2/model", "dense"): ["1/model", "2/model", "dense"],
+    ("a/1/model", "b/1/model", "b/2/model"): ["a/1/model", "b/1/model", "2/model"],
+    ("model", "/model", "."): ["model", "/model", "."],
+}
+
+
+@pytest.mark.parametrize("paths", NAMES_OF_PATHS)
+def test_names_of_paths_have_the_parts_that_differ(paths):
+    assert short_names(paths) == NAMES_OF_PATHS[paths]
+
+
+def test_the_table_at_the_end_of_a_sweep_is_the_answer(sweep, capsys):
+    """The first four columns of the page's, and the reasons of models without numbers."""
+    change_json(sweep / "sweep.json", lambda d: d["points"][1]["stages"].append(LATE.to_dict()))
+    show_models(sweep, Console())
+    head, *lines = capsys.readouterr().out.strip().splitlines()
+    assert re.split("  +", head) == ["model", "points from dense", "within 2 points", "measured speed-up"]
+    assert max(map(len, lines[:6])) <= 100  # the line below the head, and a row for each model
+    assert f"ladder: {LATE.message}" in lines
 
 
 def test_a_line_of_the_recovery_is_of_one_conversion(sweep):
@@ -320,7 +363,8 @@ def test_a_sweep_that_is_not_complete_says_so(sweep):
     edit_json(sweep / "sweep.json", complete=False)
     page = page_of(sweep)
     assert "The sweep is not complete. `ladderize sweep" in " ".join(page.answer.sentences)
-    assert models_of(page)["spd"]["failed"] == "no <disk> left"
+    assert models_of(page)["spd (sweep)"]["failed"] == "no <disk> left"  # bench.json has another one of this name
+    assert page.answer.sentences[0].startswith("Not evaluated on any task: spd (sweep), spd (models/spd).")
 
 
 @pytest.mark.parametrize("name", ["../outside.json", "/etc/hostname", "a\0b", "stages/none/results.json"])
@@ -361,6 +405,18 @@ def test_the_front_is_what_nothing_else_dominates():
         assert pareto_front(points) == expected
 
 
+@pytest.mark.parametrize("measure", [ACCURACY, PERPLEXITY], ids=["accuracy", "perplexity"])
+def test_no_model_takes_the_height_of_the_others(measure):
+    """Of the real model's sweep, one layout of which has 1,700 times the perplexity of dense."""
+    models = json.loads((ROOT / "benchmarks/results/real_sweep.json").read_text())["models"]
+    dense = models[0]["perplexity"]
+    growth = [math.log(model["perplexity"] / dense) for model in models]
+    losses = growth if measure is PERPLEXITY else [model["points"]["value"] for model in models]
+    heights = np.sort(measure.scaled(np.array(losses)))
+    assert np.diff(heights).max() < 0.4 * np.ptp(heights)
+    assert heights[-1] == pytest.approx(measure.scaled(min(losses, key=abs)), abs=0.2)  # dense or better is on top
+
+
 # ---- the files that are written ----
 
 
@@ -378,6 +434,12 @@ class Reader(HTMLParser):
 
     def handle_data(self, data):
         self.texts.setdefault(self.elements[-1][0], []).append(data)
+
+
+def test_a_page_names_its_model_and_says_lists_in_words(files):
+    page = page_of(files)
+    assert page.title == "Accuracy against speed: models/dense"
+    assert [facts["tasks"] for _, facts in page.setup if "tasks" in facts] == ["arc, hellaswag"]
 
 
 def test_page_markdown_and_pictures(files):

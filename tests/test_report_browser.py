@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from selenium.webdriver.remote.webelement import WebElement
 
 from ladderize.layout import Layout
 from ladderize.report.page import write_report
@@ -82,6 +83,52 @@ def test_every_plot_has_marks_with_words_and_the_data_beneath_it(
         listed = [row.text for row in figure.find_elements("css selector", "li")]
         assert {" ".join(one.split()) for one in words} == {" ".join(one.split()) for one in listed}, name
         assert all(any(model in one for one in words) for model in models if model not in ("dense", BAD)), name
+
+
+# of the names and the marks of a plot, with what lies on what
+ON_EACH_OTHER = """
+const boxes = (selector) => [...arguments[0].querySelectorAll(selector)].map((one) => one.getBoundingClientRect());
+const [marks, names] = [boxes(".mark-symbol.role-mark path[aria-label]"), boxes(".mark-text.role-mark text")];
+const firsts = names.filter((_, i) => i < names.length / 2);  // each name has a halo of the same text beneath it
+const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+const pairs = firsts.flatMap((a, i) => [...marks, ...firsts.slice(i + 1)].filter((b) => meet(a, b)));
+return [marks.length, firsts.length, pairs.length];
+"""
+
+
+@pytest.mark.parametrize("count", [2, 10, 30])
+def test_names_lie_on_no_mark_and_on_no_name(browser: Browser, tmp_path: Path, count: int) -> None:
+    """Nearly all models of the front have names, whole ones, and no other model has."""
+    layers = 24
+    names = [f"{kind}-{upper}{way}" for upper in range(1, 9) for kind in ("spd", "ladder") for way in ("", "+align")]
+    chosen = random.sample(names, count - 1)
+    models = {"dense": Layout.dense(layers), **dict.fromkeys(chosen, Layout.from_layers(layers, ladder=[3]))}
+    points = {name: -random.expovariate(0.3) for name in chosen}
+    faster = {name: random.uniform(1.0, 1.5) for name in chosen}
+    write_document(tmp_path / "results.json", eval_document(models, points))
+    write_document(tmp_path / "bench.json", bench_document(models, faster))
+    write_report([tmp_path], tmp_path / "page.html")
+    browser.show(tmp_path / "page.html")
+    (plot,) = browser.find("#plot-tradeoff svg")
+    front = [one for one in plot.find_elements("css selector", "title") if "on the Pareto front" in str(title_of(one))]
+    texts = {one.text for one in plot.find_elements("css selector", ".mark-text.role-mark text")}
+    marks, named, pairs = browser.run(ON_EACH_OTHER, plot)
+    assert (marks, pairs) == (count, 0)
+    assert texts <= {str(title_of(one)).partition(" (")[0].partition(";")[0] for one in front}
+    assert named >= 0.8 * len(front)
+
+
+def title_of(element: WebElement) -> str | None:
+    return element.get_attribute("textContent")
+
+
+def test_a_narrow_screen_shows_the_answer_of_each_model(browser: Browser, page: Path) -> None:
+    browser.show(page, width=500)
+    heads = browser.find("#models thead th")[:4]
+    assert [head.text.replace("\n", " ") for head in heads] == [
+        "model", "points from dense", "within 1 point", "measured speed-up",
+    ]  # fmt: skip
+    assert heads[-1].rect["x"] + heads[-1].rect["width"] <= 500
 
 
 def test_headings_landmarks_and_names(browser: Browser, page: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_stage_of_a_chain_reads_what_the_one_before_wrote(place, tmp_path, mon
     _, single, merged, chain = sweep(tmp_path, content)[1]["points"]
     assert [stage["stage"] for stage in chain["stages"]] == ["convert", "adapt", "adapt", "adapt", "eval"]
     assert chain["stages"][:2] == single["stages"][:2]
-    assert chain["name"] == "ladder 1:3, align 8 windows + lora + blocks 10 windows"
+    assert chain["name"] == "ladder 1:3+align+lora+blocks"
     assert (single["adapted"], single["tokens"]) == ("align", 8 * 16)
     assert (chain["adapted"], chain["tokens"]) == ("align + lora + blocks", 8 * 16 + 96 + 10 * 16)
     assert (merged["adapted"], merged["tokens"]) == ("lora", 96)

@@ -10,7 +10,7 @@ import pytest
 
 from ladderize.sweep.sweep_file import sweep_spec
 from tests.helpers import invoke, invoke_well, listing, one_sentence
-from tests.sweeps import FAST, spec, write
+from tests.sweeps import FAST, plan_of, spec, write
 
 
 def planned(place, tmp_path, **changes):
@@ -86,20 +86,49 @@ def test_a_stage_that_ways_of_adapting_share_runs_once(place, tmp_path):
     adapt = [[full, lora], full, [full, "blocks"], [full]]
     document = planned(place, tmp_path, adapt=adapt, data=data, layouts=[{"ladder": "all"}])
     titles = [stage["title"] for stage in document["stages"]]
-    assert [title.partition("ladder 0:4, ")[2] for title in titles if title.startswith("adapt")] == [
-        "full 1k tokens",
-        "full 1k tokens + lora 1k tokens",
-        "full 1k tokens + blocks",
-    ]
-    assert [title for title in titles if title.startswith("eval")] == [
+    assert [title for title in titles if not title.startswith("bench")] == [
         "eval: dense",
-        "eval: ladder 0:4, full 1k tokens + lora 1k tokens",
-        "eval: ladder 0:4, full 1k tokens",
-        "eval: ladder 0:4, full 1k tokens + blocks",
+        "convert: ladder 0:4",
+        "adapt: ladder 0:4+full",
+        "adapt: ladder 0:4+full+lora",
+        "eval: ladder 0:4+full+lora",
+        "eval: ladder 0:4+full",
+        "adapt: ladder 0:4+full+blocks",
+        "eval: ladder 0:4+full+blocks",
     ]
     first, second, third = (stage for stage in document["stages"] if stage["stage"] == "adapt")
     for later in (second, third):
         assert f"ladderize adapt {first['output']}/model " in later["command"]
+
+
+LORA = {"method": "lora", "max_steps": 3}
+NAMES = {
+    "one way": (["align", ["align", LORA]], ["+align", "+align+lora"]),
+    "a grid": (
+        [{"method": "align", "samples": [64, 256], "seq_len": 32}],
+        ["+align(--samples 64)", "+align(--samples 256)"],
+    ),
+    "an option that one of them has": (
+        [LORA, {**LORA, "lora_rank": 2, "lr": 1e-3}],
+        ["+lora", "+lora(--lora-rank 2 --lr 0.001)"],
+    ),
+    "the same after the first stage": (
+        [["align", LORA], [{"method": "align", "samples": 64}, LORA]],
+        ["+align+lora", "+align(--samples 64)+lora"],
+    ),
+    "another layout's": ([{"method": "align", "layouts": "half"}, {"method": "align", "samples": 64}], ["+align"]),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_names_are_short_and_have_what_differs(place, tmp_path, case):
+    """A way that only another layout is adapted in makes no name longer."""
+    ways, names = NAMES[case]
+    layouts = [{"name": "all", "ladder": "all"}, {"name": "half", "ladder": "0"}]
+    content = spec(place, layouts=layouts, adapt=ways, data=str(place / "ids.npy"), bench=None)
+    points = [point.name for point in plan_of(tmp_path, content).points]
+    assert len(points) == len({*points})
+    assert [name.removeprefix("all") for name in points if name.startswith("all")] == names
 
 
 def test_a_dry_run_writes_nothing(place, tmp_path):

@@ -52,7 +52,7 @@ def _link_models(document: "SweepDocument", folder: Path) -> None:
     """Link each model of the sweep under the name of its layout and of its retraining, such as ``ladder-all-full``."""
     for point in document.points:
         if point.model is not None and not point.is_dense:
-            link = folder / "-".join([point.name.partition(",")[0], *point.methods])
+            link = folder / point.name.replace("+", "-")
             if link.is_symlink():
                 link.unlink()
             if not link.exists():

@@ -2,7 +2,7 @@
 torch."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ladderize.console import Console
@@ -45,10 +45,14 @@ def result_rows(results: EvalResults) -> list[dict[str, str]]:
     return rows
 
 
-def short_names(models: list[str]) -> list[str]:
-    """Return the last part of each path, where these differ; else the whole paths."""
-    last = [Path(model).name for model in models]
-    return last if len(set(last)) == len(last) and all(last) else models  # the name of . is empty
+def short_names(models: Sequence[str]) -> list[str]:
+    """Return the last part of each path, with those before it where two names would be equal."""
+    paths = [Path(model) for model in models]
+    names = [path.name or "." for path in paths]
+    for count in range(2, max((len(path.parts) for path in paths), default=0) + 1):
+        longer = [str(Path(*path.parts[-count:])) for path in paths]
+        names = [name if names.count(name) == 1 else more for name, more in zip(names, longer, strict=True)]
+    return names
 
 
 def mean_accuracy(entry: ModelResult) -> float | None:

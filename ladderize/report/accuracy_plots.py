@@ -13,8 +13,9 @@ from ladderize.report.documents import FoundDocuments, RetrainingRun
 from ladderize.report.join import ReportContent
 from ladderize.report.models import ReportModel, WithInterval, points_text
 from ladderize.report.plot import (
-    MEASURES,
-    SIGNED_LABEL,
+    ACCURACY,
+    PERPLEXITY,
+    Measure,
     ReportPlot,
     Spec,
     dots,
@@ -25,7 +26,6 @@ from ladderize.report.plot import (
     looks,
     make_spec,
     marks,
-    positive_scale,
     quantitative,
 )
 from ladderize.sweep_document import AS_CONVERTED, THEN, SweepPoint
@@ -62,14 +62,13 @@ def task_plots(content: ReportContent) -> list[ReportPlot]:
     panels = []
     for task in tasks:
         own = [row for row in rows if row["task"] == task]
-        title = f"points of {own[-1]['metric']} from dense"
-        x = quantitative("x", title, axis={"labelExpr": SIGNED_LABEL, "tickCount": 5})
+        x = {**ACCURACY.axis("x"), "title": f"points of {own[-1]['metric']} from dense (logarithmic)"}
         panels.append(dots(task, own, x, levels))
     return [ReportPlot("tasks", "Differences task by task", caption, panels)]
 
 
 def _task_row(one: ReportModel, task: TaskComparison) -> dict[str, Any]:
-    points = WithInterval(task.difference, task.low, task.high).scaled(100)
+    points = WithInterval(task.difference, task.low, task.high).mapped(lambda value: 100 * value)
     lost, gained = task.right_to_wrong, task.wrong_to_right
     has_flips = lost is not None and gained is not None
     flips = f"; {len(lost or ())} right to wrong, {len(gained or ())} wrong to right" if has_flips else ""
@@ -91,9 +90,8 @@ def recovery_plots(content: ReportContent) -> list[ReportPlot]:
     adapted = [one for one in content.models if one.adapted is not None]
     trained = {conversion(one) for one in adapted if one.tokens}
     same = sorted((one for one in adapted if conversion(one) in trained), key=lambda one: one.tokens or 0)
-    name = "difference" if any(one.difference is not None for one in same) else "perplexity"
-    measure = MEASURES[name]
-    known = [(one, value) for one in same if (value := getattr(one, name)) is not None]
+    measure = ACCURACY if any(one.difference is not None for one in same) else PERPLEXITY
+    known = [(one, value) for one in same if (value := getattr(one, measure.name)) is not None]
     if len(known) < 2:
         return []
     rows = [
@@ -105,15 +103,15 @@ def recovery_plots(content: ReportContent) -> list[ReportPlot]:
             "family": one.family,
             "tokens": one.tokens or 0,
             **value.fields("y"),
-            "words": f"{one.title}; {one.tokens or 0:,} tokens; {one.scores}",
+            "words": f"{one.title}; {one.scores}",
         }
         for one, value in known
         for end in dict.fromkeys(str(other.adapted) for other, _ in known if conversion(other) == conversion(one))
         if one.adapted == AS_CONVERTED or f"{end}{THEN}".startswith(f"{one.adapted}{THEN}")
     ]
     caption = (
-        f"Each line is one layout and way of adapting it: {measure} against the tokens that it read; 0 tokens is the"
-        " converted model as it is. A line goes through the models that its stages made. Bars are 95 % intervals of"
+        f"Each line is one layout and way of adapting it: {measure.title} against the tokens that it read; 0 tokens is"
+        " the converted model as it is. A line goes through the models that its stages made. Bars are 95 % intervals of"
         " the difference to dense."
     )
     return [ReportPlot("recovery", "Recovery against tokens", caption, [_models_panel(rows, measure, content.margin)])]
@@ -126,15 +124,11 @@ def conversion(one: ReportModel) -> tuple[Any, str]:
     return one.modes, next((stage.output for stage in stages if stage.stage == "convert"), "")
 
 
-def _models_panel(rows: list[dict[str, Any]], measure: str, margin: float) -> Spec:
+def _models_panel(rows: list[dict[str, Any]], measure: Measure, margin: float) -> Spec:
     constant = max(1.0, max(row["tokens"] for row in rows) / 100)
     x = quantitative("tokens", "tokens read", scale={"type": "symlog", "constant": constant}, axis=TOKENS_AXIS)
-    y = quantitative("y", measure, scale={"zero": False})
-    levels = []
-    if measure == MEASURES["difference"]:
-        y["axis"] = {"labelExpr": SIGNED_LABEL, "tickCount": 6}
-        levels = [level("y", 0), level("y", -margin, dashed=True)]
-    encoding = {"x": x, "y": y, "color": family_colour(rows)}
+    levels = [level("y", 0), *([level("y", -margin, dashed=True)] if measure is ACCURACY else [])]
+    encoding = {"x": x, "y": measure.axis("y"), "color": family_colour(rows)}
     by_line = lines({**encoding, "detail": [{"field": key, "type": "nominal"} for key in ("line", "of")]}, opacity=0.8)
     models = {**marks(encoding, 80), "transform": [{"filter": "datum.is_end"}]}
     return make_spec("", 300, rows, [*levels, by_line, intervals("y", encoding), models])
@@ -167,7 +161,7 @@ def retraining_plots(found: Sequence[RetrainingRun]) -> list[ReportPlot]:
     names = dict.fromkeys(run.name for run in runs)
     table = {name: (RUN_COLOURS[i % len(RUN_COLOURS)], RUN_SHAPES[i % len(RUN_SHAPES)]) for i, name in enumerate(names)}
     title = f"held-out {quality}{', nats' * has_teacher}"
-    scale = positive_scale([row["y"] for row in rows])
+    scale: Spec = {"type": "log", "nice": False} if all(row["y"] > 0 for row in rows) else {"zero": False}
     y = quantitative("y", title, scale=scale, axis={"format": "~g", "tickCount": 6})
     encoding, look = {"x": quantitative("tokens", "tokens read", axis=TOKENS_AXIS), "y": y}, looks("name", table, 1)
     drawn = [lines({**encoding, "color": look["color"]}), marks({**encoding, **look}, 55)]

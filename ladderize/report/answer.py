@@ -1,10 +1,11 @@
 """The answer that a report begins with, in prose. It claims what 95 % intervals show, and no more."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ladderize.eval.table import margin_text
 from ladderize.report.join import ReportContent
-from ladderize.report.models import ReportModel, Setting, Timing, points_text, speedup_text
+from ladderize.report.models import ReportModel, Setting, Timing, listing, points_text, speedup_text
 from ladderize.runtime.bench.document import ENOUGH_ROUNDS, few_rounds
 
 
@@ -62,7 +63,21 @@ def find_answer(content: ReportContent) -> Answer:
         sentences.append("A benchmark was interrupted: its rows are those measured so far.")
     if few := few_rounds(min((bench.options.repeat for _, bench in content.found.benches), default=ENOUGH_ROUNDS)):
         sentences.append(f"Speeds: {few}.")
-    return Answer(headline, sentences, recommended, timing.setting if timing is not None else None)
+    return Answer(
+        headline, [*_incomplete(content), *sentences], recommended, timing.setting if timing is not None else None
+    )
+
+
+def _incomplete(content: ReportContent) -> Iterator[str]:
+    """Yield sentences on models that were evaluated on less than others were."""
+    tasks = list(dict.fromkeys(task for model in content.models for task in model.tasks))
+    lacking: dict[str, list[str]] = {}
+    for model in content.models:
+        missing = [task for task in tasks if task not in model.tasks]
+        if missing and model.not_promoted is None:
+            lacking.setdefault("any task" if missing == tasks else listing(missing), []).append(model.name)
+    for lacked, names in lacking.items():
+        yield f"Not evaluated on {lacked}: {listing(names)}. Points are over the tasks that dense has in common."
 
 
 def _fastest(models: list[ReportModel], content: ReportContent) -> tuple[ReportModel | None, Timing | None]:
@@ -87,7 +102,7 @@ def _nearest(others: list[ReportModel]) -> ReportModel | None:
     """
     converted = [one for one in others if one.family != "dense"]
     known = [one for one in converted if any(timing.is_faster for timing in one.timings)] or converted
-    for name, sign in (("divergence", 1), ("perplexity", 1), ("difference", -1)):
+    for name, sign in (("divergence", 1), ("perplexity_growth", 1), ("difference", -1)):
         measured = [(sign * value.value, one) for one in known if (value := getattr(one, name)) is not None]
         if measured:
             return min(measured, key=lambda pair: pair[0])[1]

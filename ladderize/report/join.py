@@ -58,11 +58,12 @@ def join_documents(found: FoundDocuments, margin: float | None = None) -> Report
     """
     margin = margin or min((sweep.margin for _, sweep in found.sweeps), default=MARGIN)
     models: Models = {}
-    for path, sweep in found.sweeps:
+    folders = short_names([str(path.parent) for path, _ in found.sweeps])
+    for folder, (path, sweep) in zip(folders, found.sweeps, strict=True):
         for point in sweep.points:  # of another sweep, too: paths hold a hash of all that decides a model
             key = f"{path}: {point.name}" if point.model is None else model_key(point.model)
             known = {name: getattr(point, name) for name in FROM_POINT}
-            models.setdefault(key, ReportModel(point.name, point.model or point.name, point, **known))
+            models.setdefault(key, ReportModel(point.name, point.model or point.name, point, sweep=folder, **known))
     places = _add_results(models, found.results)
     remarks = _add_times(models, found.benches, is_evaluated=bool(places))
     _name([one for one in models.values() if one.is_model])
@@ -77,14 +78,13 @@ def _preference(setting: Setting) -> tuple[object, ...]:
 
 
 def _name(models: list[ReportModel]) -> None:
-    """Name the models that a sweep has not named, by the last part of the path where these differ. No name comes
-    twice."""
+    """Name the models that a sweep has not named, by the last parts of their paths. No name comes twice."""
     unnamed = [one for one in models if not one.name]
     for one, name in zip(unnamed, short_names([one.model for one in unnamed]), strict=True):
         one.name = name
     counts = Counter(one.name for one in models)
     for one in models:
-        one.name = one.name if counts[one.name] == 1 else one.model
+        one.name = one.name if counts[one.name] == 1 else f"{one.name} ({one.sweep or one.model})"
 
 
 def _check_layout(one: ReportModel, row: EvaluatedModel | BenchRow, path: Path) -> None:
@@ -118,9 +118,9 @@ def _add_results(models: Models, found: Sequence[tuple[Path, EvalResults]]) -> d
             places[key] = (path, row.model)
             one = models.setdefault(key, ReportModel("", row.model, row))
             _check_layout(one, row, path)
-            one.accuracy = mean_accuracy(entry)
+            one.accuracy, one.tasks = mean_accuracy(entry), entry.parts().leaves
             if row.perplexity is not None:
-                one.perplexity = WithInterval(row.perplexity.perplexity)
+                one.perplexity = row.perplexity.perplexity
     return places
 
 
@@ -151,12 +151,12 @@ def _compare(
             if (overall := compared.overall) is not None:
                 one.accuracy = overall.value  # over the tasks of the difference
                 reference.difference = WithInterval(0.0)
-                one.difference = WithInterval(overall.difference, overall.low, overall.high).scaled(100)
+                share = WithInterval(overall.difference, overall.low, overall.high)
+                one.difference = share.mapped(lambda value: 100 * value)
             if (measured := compared.predictions) is not None:
                 one.divergence = WithInterval(measured.mean_kl, measured.low, measured.high)
             if (text := compared.perplexity) is not None:
-                ends = (None if end is None else text.reference_value + end for end in (text.low, text.high))
-                one.perplexity = WithInterval(text.value, *ends)
+                one.perplexity = text.value
                 one.perplexity_change = WithInterval(text.difference, text.low, text.high)
                 reference.perplexity_change = WithInterval(0.0)
             remarks |= {f"{one.name}: {words}": None for words in (*compared.left_out, *compared.remarks)}

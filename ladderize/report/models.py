@@ -1,6 +1,8 @@
 """The models of a report, with their scores and their speed in each setting. Imports no torch."""
 
+import math
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,6 +25,11 @@ def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
     return ("\u2212" if value < 0 else "+" if sign else "") + text
 
 
+def listing(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+
+
 @dataclass(frozen=True)
 class WithInterval:
     """A number and the ends of its 95 % interval; None: it has none."""
@@ -31,9 +38,9 @@ class WithInterval:
     low: float | None = None
     high: float | None = None
 
-    def scaled(self, factor: float) -> "WithInterval":
-        low, high = (None if end is None else end * factor for end in (self.low, self.high))
-        return WithInterval(self.value * factor, low, high)
+    def mapped(self, function: Callable[[float], float]) -> "WithInterval":
+        low, high = (None if end is None else function(end) for end in (self.low, self.high))
+        return WithInterval(function(self.value), low, high)
 
     def fields(self, name: str) -> dict[str, float | None]:
         """Return the three numbers as fields of a plot's row, named as in ``plot.intervals``."""
@@ -53,11 +60,6 @@ def speedup_text(speedup: WithInterval) -> str:
 
 def points_text(difference: WithInterval) -> str:
     return difference.text(1, sign=True)
-
-
-def perplexity_text(perplexity: WithInterval) -> str:
-    """Return the number alone: its interval is that of the change, and stands beside it."""
-    return number_text(perplexity.value, 3)
 
 
 def change_text(change: WithInterval) -> str:
@@ -127,12 +129,13 @@ class ReportModel:
 
     row: that of the first document with it, which has its layout.
     accuracy: the mean over tasks, 0 to 1.
-    perplexity: its interval is that of the change, moved to it, as plots draw it; the reference has none.
     perplexity_change: from the reference, in pairs.
     difference: points of mean accuracy from the reference.
     divergence: the mean KL of its predictions from the reference's, in nats per token.
     comparison: with the reference, in pairs, on the report's margin.
     timed_as: the model whose times it has, where it was not timed itself.
+    sweep: the name of its sweep's folder; empty where it is of none.
+    tasks: those that it was evaluated on.
     """
 
     name: str
@@ -143,13 +146,15 @@ class ReportModel:
     failure: str | None = None
     not_promoted: str | None = None
     accuracy: float | None = None
-    perplexity: WithInterval | None = None
+    perplexity: float | None = None
     perplexity_change: WithInterval | None = None
     difference: WithInterval | None = None
     divergence: WithInterval | None = None
     comparison: ComparisonDocument | None = None
     timings: list[Timing] = field(default_factory=list)
     timed_as: "ReportModel | None" = None
+    sweep: str = ""
+    tasks: list[str] = field(default_factory=list)
 
     @property
     def is_model(self) -> bool:
@@ -183,8 +188,9 @@ class ReportModel:
 
     @property
     def title(self) -> str:
-        """Name and layout; the name alone where it says the layout, as a sweep's does."""
-        return self.name if self.layout_words in self.name else f"{self.name} ({self.layout_words})"
+        """Name, layout and adaptation, as far as the name does not say them."""
+        details = [text for text in (self.layout_words, self.adaptation) if text not in self.name]
+        return f"{self.name} ({'; '.join(details)})" if details else self.name
 
     @property
     def adaptation(self) -> str:
@@ -194,10 +200,18 @@ class ReportModel:
         return f"{self.adapted}, {self.tokens:,} tokens" if self.tokens else str(self.adapted)
 
     @property
+    def perplexity_growth(self) -> WithInterval | None:
+        """The logarithm of its perplexity over the reference's, in nats per token."""
+        if self.perplexity is None or self.perplexity_change is None:
+            return None
+        reference = max(self.perplexity - self.perplexity_change.value, 1.0)  # no perplexity is below 1
+        return self.perplexity_change.mapped(lambda change: math.log(max(reference + change, 1.0) / reference))
+
+    @property
     def scores(self) -> str:
         """The words for its distance from the reference: divergence, perplexity, points."""
         scores = [f"KL {self.divergence.text(4)} nats per token"] if self.divergence is not None else []
-        scores += [f"perplexity {perplexity_text(self.perplexity)}"] if self.perplexity is not None else []
+        scores += [f"perplexity {number_text(self.perplexity, 3)}"] if self.perplexity is not None else []
         scores += [f"a change of {change_text(self.perplexity_change)}"] if self.perplexity_change is not None else []
         scores += [f"{points_text(self.difference)} points"] if self.difference is not None else []
         return ", ".join(scores)

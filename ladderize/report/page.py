@@ -130,6 +130,8 @@ def check_libraries() -> None:
 def build_page(content: ReportContent) -> ReportPage:
     """Return the page, without the sections of what was not measured."""
     answer, reference = find_answer(content), content.reference
+    # the last two parts of its path: the folder of a model may be called ``dense``
+    of_model = f": {Path(*Path(reference.model).parts[-2:])}" if reference is not None else ""
     sections = {
         "The trade-off": tradeoff_plots(content, answer.setting),
         "Task by task": task_plots(content),
@@ -139,7 +141,7 @@ def build_page(content: ReportContent) -> ReportPage:
         "Recovery": [*recovery_plots(content), *retraining_plots(content.found.retrainings)],
     }
     return ReportPage(
-        title=f"Accuracy against speed{f': {reference.name}' if reference is not None else ''}",
+        title=f"Accuracy against speed{of_model}",
         answer=answer,
         models=models_table(content, answer.setting),
         sections={title: plots for title, plots in sections.items() if plots},

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ladderize.console import printable
 
 Spec = dict[str, Any]
@@ -68,8 +70,43 @@ FAMILY_COLOURS = {
 }
 KIND_SHAPES = {"measured": "circle", "emulated": "diamond"}
 # a row for each model
-MODEL_ROWS: Spec = {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 170}}
-MEASURES = {"difference": "points from dense", "perplexity": "perplexity"}  # of ``ReportModel`` -> its title
+MODEL_ROWS: Spec = {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 0}}
+POINT_TICKS = (-100, -50, -20, -10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50)
+RATIOS = (0.1, 0.5, 0.8, 0.9, 0.95, 0.98, 1, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 5, 10, 100, 1e3, 1e4, 1e5)
+LOG_RATIOS, RATIO_LABEL = np.log(RATIOS).tolist(), "format(exp(datum.value), ',.3~r') + '\u00d7'"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A distance from the dense model, on an axis that is logarithmic away from 0, so that small losses stay apart.
+
+    name: of the property of ``ReportModel``.
+    linear: the distance up to which the axis is nearly linear.
+    label: Vega's expression for the text of a tick.
+    """
+
+    name: str
+    title: str
+    linear: float
+    ticks: Sequence[float]
+    label: str
+    more_is_better: bool
+
+    def axis(self, field: str, **more: Any) -> Spec:
+        """Return the encoding of a field: better is up or to the right."""
+        scale = {"type": "symlog", "constant": self.linear, "reverse": not self.more_is_better}
+        scale |= {"zero": False, "nice": False, "padding": 16, **more}
+        axis = {"values": self.ticks, "labelExpr": self.label, "labelOverlap": "greedy"}
+        return quantitative(field, f"{self.title} (logarithmic)", scale=scale, axis=axis)
+
+    def scaled(self, values: Any) -> Any:
+        """Return a number, or an array, as the axis has it; more is better."""
+        sizes = np.sign(values) * np.log1p(np.abs(values) / self.linear)
+        return sizes if self.more_is_better else -sizes
+
+
+ACCURACY = Measure("difference", "points from dense", 2, POINT_TICKS, SIGNED_LABEL, more_is_better=True)
+PERPLEXITY = Measure("perplexity_growth", "perplexity over dense", 0.01, LOG_RATIOS, RATIO_LABEL, more_is_better=False)
 
 
 @dataclass(frozen=True)
@@ -114,11 +151,6 @@ def make_spec(title: str, height: int, rows: PlotRows, layers: list[Spec]) -> Sp
 
 def quantitative(field: str, title: str, **more: Any) -> Spec:
     return {"field": field, "type": "quantitative", "title": title, **more}
-
-
-def positive_scale(values: Sequence[float]) -> Spec:
-    """Return a logarithmic scale, or a linear one where a value has no logarithm."""
-    return {"type": "log", "nice": False} if min(values) > 0 else {"zero": False}
 
 
 def nominal(field: str, ends: Mapping[str, str]) -> Spec:

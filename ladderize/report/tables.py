@@ -1,6 +1,5 @@
 """The table of all models, and the facts of machines and versions."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TypeVar
 from ladderize.eval.table import margin_text
 from ladderize.report.documents import FoundDocuments
 from ladderize.report.join import ReportContent
-from ladderize.report.models import ReportModel, Setting, change_text, perplexity_text, points_text, speedup_text
+from ladderize.report.models import ReportModel, Setting, change_text, listing, number_text, points_text, speedup_text
 
 # the beginnings of columns that hold no numbers
 TEXT_COLUMNS = ("model", "layout", "adapted", "within", "not promoted", "failed")
@@ -20,6 +19,7 @@ Known = TypeVar("Known")
 class ReportTable:
     """A table. Each row has a text for every column, the first of which is its header.
 
+    rows: their first four columns are the answer: the model, how good, within the margin, how fast.
     numbers: the columns that hold numbers.
     note: the text below it.
     """
@@ -43,9 +43,8 @@ def models_table(content: ReportContent, setting: Setting | None) -> ReportTable
         if one.timed_as is not None:
             shared.setdefault(one.timed_as.name, []).append(one.name)
     words = "; ".join(f"{', '.join(names)} those of {timed}" for timed, names in shared.items())
-    times = [f"* Times of another model with the same layout, on which alone speed depends: {words}."] if words else []
-    note = " ".join([*times, *_other_tasks(content)])
-    caption = "All models" + (f". Times: {setting.words}" if setting is not None else "")
+    note = f"* Times of another model with the same layout, on which alone speed depends: {words}." if words else ""
+    caption = "All models, with 95 % intervals" + (f". Times: {setting.words}" if setting is not None else "")
     numbers = [name for name in filled if not name.startswith(TEXT_COLUMNS)]
     return ReportTable(caption, [{name: row[name] for name in filled} for row in rows], numbers, note)
 
@@ -61,18 +60,18 @@ def _model_row(one: ReportModel, setting: Setting | None, margin: float) -> dict
     same = predictions.same_top_share if predictions is not None else None
     return {
         "model": one.name,
+        "points from dense": _known(one.difference, points_text),
+        f"within {margin_text(margin)}": verdict,
+        f"{kind} speed-up": _known(speed, lambda value: speedup_text(value) + star),
+        "perplexity": _known(one.perplexity, lambda value: number_text(value, 3)),
+        "KL to dense, nats": _known(one.divergence, lambda kl: f"{kl.value:.4f}"),
         "layout": one.layout_words,
         "adapted": one.adaptation,
-        "points from dense (95 %)": _known(one.difference, points_text),
-        f"within {margin_text(margin)}": verdict,
-        f"speed-up (95 %), {kind}": _known(speed, lambda value: speedup_text(value) + star),
-        "perplexity": _known(one.perplexity, perplexity_text),
-        "change from dense (95 %)": _known(one.perplexity_change, change_text),
         "accuracy": _known(one.accuracy, percent),
-        "KL to dense, nats": _known(one.divergence, lambda kl: f"{kl.value:.4f}"),
+        "change of perplexity": _known(one.perplexity_change, change_text),
         "same top token": _known(same, percent),
-        f"prefill ms, {kind}": _known(row, lambda row: f"{row.ms['prefill']:.2f}"),
-        f"decode ms, {kind}": _known(row, lambda row: f"{row.ms['decode']:.2f}"),
+        f"{kind} prefill ms": _known(row, lambda row: f"{row.ms['prefill']:.2f}"),
+        f"{kind} decode ms": _known(row, lambda row: f"{row.ms['decode']:.2f}"),
         "not promoted": one.not_promoted or "",
         "failed": one.failure or "",
     }
@@ -80,18 +79,6 @@ def _model_row(one: ReportModel, setting: Setting | None, margin: float) -> dict
 
 def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _other_tasks(content: ReportContent) -> Iterator[str]:
-    """Yield a sentence on each list of tasks over which models were compared, but which are not all of dense's."""
-    together: dict[tuple[str, float], list[str]] = {}
-    for one in content.models:
-        if one.overall is not None:
-            together.setdefault((", ".join(one.overall.tasks), one.overall.reference_value), []).append(one.name)
-    dense = content.reference.accuracy if content.reference is not None else None
-    for (tasks, value), names in together.items():
-        if dense is not None and not math.isclose(value, dense, rel_tol=1e-9):
-            yield f"{', '.join(names)}: accuracy and points are over {tasks}, over which dense has {percent(value)}."
 
 
 def _known(value: Known | None, text: Callable[[Known], str]) -> str:
@@ -105,10 +92,7 @@ def setup_facts(found: FoundDocuments) -> list[tuple[str, dict[str, str]]]:
     for path, facts in _facts(found):
         texts = {name: ", ".join(fact) if isinstance(fact, list) else str(fact) for name, fact in facts.items() if fact}
         together.setdefault(tuple(texts.items()), []).append(f"{path.parent.name}/{path.name}")
-    return [
-        (", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3), dict(facts))
-        for facts, names in together.items()
-    ]
+    return [(listing(names), dict(facts)) for facts, names in together.items()]
 
 
 def _facts(found: FoundDocuments) -> Iterator[tuple[Path, dict[str, object]]]:
@@ -116,7 +100,7 @@ def _facts(found: FoundDocuments) -> Iterator[tuple[Path, dict[str, object]]]:
     for path, results in found.results:
         options, model = results.options, results.models[0].model
         versions = {"torch": model.torch_version, "transformers": model.transformers_version}
-        asked = {"tasks": options.tasks, "samples for each task": options.limit, "perplexity on": options.perplexity}
+        asked = {"tasks": [*options.tasks], "samples for each task": options.limit, "perplexity on": options.perplexity}
         yield path, {"device": model.device, "dtype": model.dtype, **versions, **asked}
     for path, document in found.benches:
         machine = {

@@ -56,5 +56,5 @@ def sweep_command(given: GivenOptions) -> None:
     swept = run_sweep(file, out, prune=arguments.prune, console=console)
     console.document(swept.to_dict())
     show_models(root, console)
-    console.result(f"\nwrote {root / SWEEP_JSON}")
+    console.result(f"\nwrote {root / SWEEP_JSON}; `ladderize report {root} --out report.html` shows all of it")
     check_stages(swept, root)

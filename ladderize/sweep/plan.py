@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ladderize.adapt.methods import ALIGN, BLOCKS
 from ladderize.checkpoint.opening import open_sound_checkpoint, read_config
+from ladderize.commands.adapt import adapt
+from ladderize.commands.builder import option_words
 from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults
 from ladderize.eval.table import mean_accuracy
@@ -21,7 +22,7 @@ from ladderize.runtime.shards import check_runnable
 from ladderize.sweep.builder import StageBuilder
 from ladderize.sweep.stages import Stage, errors_begin_with
 from ladderize.sweep.sweep_file import AdaptChoice, AdaptStage, SweepSpec
-from ladderize.sweep_document import THEN, StageState, Status
+from ladderize.sweep_document import StageState, Status
 
 DENSE = "dense"
 WAITING = StageState("adapt", "", "waiting")
@@ -185,11 +186,12 @@ class Planner:
         reference: the dense model's evaluation.
         count, hold: the number of its stages, and the reason for no more; None: it gets all.
         """
-        name, last = point_name(planned.label, asked), planned.converting
+        ways = [way.stages for way in self.spec.adapt if not way.layouts or planned.name in way.layouts]
+        name, last = point_name(planned.label, asked, ways), planned.converting
         adapting: list[Stage] = []
         for number, stage in enumerate(asked[:count], 1):
             assert last is not None
-            last = self.builder.adaptation(stage, last, point_name(planned.label, asked[:number]))
+            last = self.builder.adaptation(stage, last, point_name(planned.label, asked[:number], ways))
             adapting.append(last)
         is_evaluated = hold is None and self.spec.evaluation is not None
         evaluating = self.builder.evaluation(name, last, reference) if is_evaluated else None
@@ -259,14 +261,16 @@ def _layouts(builder: StageBuilder, config: Mapping[str, Any], dense: Layout) ->
         yield SweepLayout(name, label, layout, builder.conversion(choice, layout, words))
 
 
-def point_name(label: str, stages: Sequence[AdaptStage]) -> str:
-    """Return a name such as ``ladder 4:8, align + full 60k tokens``."""
-    words = []
-    for stage in stages:
-        key, unit = ("samples", "windows") if stage.method in (ALIGN, BLOCKS) else ("max_tokens", "tokens")
-        amount = stage.options.get(key)
-        words.append(f"{stage.method} {amount} {unit}" if amount is not None else stage.method)
-    return f"{label}, {THEN.join(words)}" if words else label
+def point_name(label: str, asked: Sequence[AdaptStage], ways: Sequence[Sequence[AdaptStage]]) -> str:
+    """Return a name such as ``ladder 4:8+align+full``, with the options in which stages differ from those of other ways
+    of adapting: ``ladder 4:8+align(--samples 64)``."""
+    name = label
+    for number, stage in enumerate(asked):
+        rivals = [way[number].options for way in ways if len(way) > number and way[number].method == stage.method]
+        differing = dict(pair for rival in rivals for pair in stage.options.items() if pair not in rival.items())
+        options = " ".join(map(str, option_words(adapt, "adapt", differing, "adapt")))
+        name += f"+{stage.method}" + f"({options})" * bool(options)
+    return name
 
 
 def _distinct(points: Sequence[Point]) -> list[Point]:

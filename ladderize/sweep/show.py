@@ -154,7 +154,7 @@ def check_stages(document: SweepDocument, root: Path) -> None:
 
 
 def show_models(root: Path, console: Console) -> None:
-    """Print the report's table of all models of a sweep, and its answer."""
+    """Print the first four columns of the report's table of all models of a sweep, and its answer."""
     from ladderize.report.answer import find_answer
     from ladderize.report.documents import find_documents
     from ladderize.report.join import join_documents
@@ -164,8 +164,11 @@ def show_models(root: Path, console: Console) -> None:
     answer = find_answer(content)
     models = models_table(content, answer.setting)
     console.result("")
-    console.table(models.rows, right=models.numbers)
+    console.table([dict(list(row.items())[:4]) for row in models.rows], right=models.numbers)
     if models.note:
         console.prose(models.note)
+    for model in content.models:
+        if reason := model.failure or model.not_promoted:
+            console.prose(f"{model.name}: {reason}")
     console.result("")
     console.prose(answer.headline)
