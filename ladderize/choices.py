@@ -5,8 +5,9 @@ Only shared options are here; those of one package are described beside their da
 """
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -112,6 +113,13 @@ def check_choices(options: Any) -> None:
         value = getattr(options, field.name)
         if words and value not in words and not (value is None and type(None) in kinds):
             raise UsageError(f"{flag(field.name)} {value} is not one of {', '.join(words)}")
+
+
+def near_names(name: str, choices: Iterable[str]) -> str:
+    """Return ``" (did you mean 'x'?)"`` with the names nearest to an unknown one, as the command line finds those of
+    options; empty where there is none."""
+    near = difflib.get_close_matches(name, {*choices})
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
 
 
 def split_names(text: str) -> tuple[str, ...]:

@@ -235,6 +235,24 @@ def test_the_card(llama, tmp_path, recipe, ranks, tags):
     assert (tmp_path / "out" / "README.source.md").read_bytes() == (llama / "README.md").read_bytes()
 
 
+@pytest.mark.parametrize("card", ["---\nlicense: llama3\n---\nbody\n", None])
+def test_a_card_of_a_second_conversion_names_the_hub_s_model(llama, tmp_path, card):
+    if card is not None:
+        (llama / "README.md").write_text(card)
+    (llama / "LICENSE").write_text("Do as you like.")
+    convert_checkpoint(llama, tmp_path / "once", LADDER, verify=False)
+    edit = (tmp_path / "once" / "README.md").read_text().replace("---\n", "---\nbase_model: meta/Base\n", 1)
+    (tmp_path / "once" / "README.md").write_text(edit)  # as a conversion of the hub's model leaves it
+    convert_checkpoint(
+        tmp_path / "once", tmp_path / "twice", Recipe(spd="1", sync_tp_size=4, dense="all"), verify=False
+    )
+    own = {"base_model": "meta/Base", "library_name": "transformers", "tags": ["ladderize", "sync-point-drop"]}
+    licensed = {"license": "llama3"} if card else {"license": "other", "license_link": "LICENSE"}
+    front, body = card_of(tmp_path / "twice")
+    assert front == {**own, **licensed}
+    assert 'pip install ".[vllm]"  # in a clone' in body  # no index has ladderize
+
+
 NORWEGIAN = b"\xef\xbb\xbf---\r\nlanguage:\r\n- no\r\ndate: 2001-13-45\r\nscore: 0.5\r\n---\r\nbody \xe9\r\n"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import sys
 
 import numpy as np
@@ -88,6 +89,7 @@ def test_the_command(llama, ids, tmp_path):
     document = json.loads(out.read_text())
     least = min((cost for cost in document["costs"] if cost["kind"] == "spd"), key=lambda cost: cost["sensitivity"])
     assert f"least sensitive first, spd: {least['layer']}, " in shown.stdout
+    assert not any(line.startswith("measured: ") for line in shown.stdout.splitlines())  # every kind was
     assert document["data"]["samples"] == 12
     assert read_sensitivity(out).to_dict() == {key: document[key] for key in read_sensitivity(out).to_dict()}
     assert "is there already; name another file, or pass --overwrite" in refusal(*command)
@@ -95,6 +97,30 @@ def test_the_command(llama, ids, tmp_path):
     printed = invoke(*command, "--seed", 5, "--overwrite", "--json")
     assert json.loads(printed.stdout) == json.loads(out.read_text())
     assert json.loads(out.read_text())["data"]["seed"] == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        (
+            [],
+            "measured: ladder; not delayed, spd, spd+ladder, which are made for a number of ranks: give",
+        ),
+        (["--sync-tp-size", 4], None),
+        (
+            ["--sync-tp-size", 4, "--mode", "sweep"],
+            "measured: spd; not ladder, delayed, spd+ladder, which --mode layers",
+        ),
+    ],
+)
+def test_the_end_names_the_next_command(llama, ids, tmp_path, monkeypatch, options, missing):
+    monkeypatch.chdir(tmp_path)
+    shown = invoke_well("sensitivity", llama, "--data", ids, "--out", "s.json", "--samples", 4, *options)
+    *lines, last = shown.stdout.splitlines()
+    assert lines[-1].startswith(missing or "least sensitive first, spd+ladder: ")
+    words = shlex.split(last.removeprefix("next, the half that costs least: ladderize "))
+    layers = json.loads(invoke_well(*words, "--no-verify", "--json").stdout)["layers"]
+    assert sum(layer["attention_sync"] != "blocking" for layer in layers) == len(layers) // 2
 
 
 @pytest.mark.parametrize(

@@ -138,8 +138,24 @@ def test_a_dry_run_writes_nothing(place, tmp_path):
     assert document["unplanned"] == []
     assert not any(stage["kept"] for stage in document["stages"])
     shown = invoke("sweep", tmp_path / "s.yaml", "--out", tmp_path / "out", "--dry-run")
-    assert "0 of 10 stages are kept" in shown.stdout
+    head, *_, last = shown.stdout.splitlines()
+    assert head.split() == ["stage", "status"]  # no column is empty, and none without a name
+    assert last == "0 of 10 stages are kept"
     assert listing(tmp_path) == ["s.yaml"]
+
+
+def test_a_dry_run_estimates_time_where_it_is_known(place, tmp_path):
+    """As long as the longest stage of the same work took."""
+    stages = planned(place, tmp_path)["stages"]
+    for stage, seconds in zip([one for one in stages if one["stage"] == "convert"], (60, 120), strict=False):
+        folder = tmp_path / "out" / stage["output"]
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "config.json").write_text("{}")
+        (folder / "stage.json").write_text(json.dumps({"seconds": seconds}))
+    shown = invoke_well("sweep", tmp_path / "s.yaml", "--out", tmp_path / "out", "--dry-run").stdout
+    assert shown.splitlines()[0].split() == ["stage", "status", "time"]
+    assert len(re.findall(r"^convert: .*  to run  about 2 min$", shown, re.MULTILINE)) == 1
+    assert shown.endswith("\n2 of 10 stages are kept; 1 of the others take about 2 min\n")
 
 
 # ---- what is refused ----
@@ -148,7 +164,7 @@ def test_a_dry_run_writes_nothing(place, tmp_path):
 FULL = {"method": "full", "data": "x.npy", "max_tokens": "1k"}
 HALF = {"name": "half", "ladder": "0"}
 REFUSED = {
-    "an unknown key": ({"layout": "a"}, "unknown key 'layout'; known are model, out,"),
+    "an unknown key": ({"layout": "a"}, "unknown key 'layout' .*; known are model, out,"),
     "what the sweep decides": ({"adapt": [{**FULL, "align": True}]}, r"adapt\[0\]: align cannot be given here"),
     "an entry that is not there": (
         {"adapt": [{**FULL, "layouts": "most"}], "layouts": [HALF]},

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint, write_tensors
+from ladderize.errors import UserError
 from ladderize.files import output
+from ladderize.files.documents import read_json
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.layout import Layout
@@ -37,6 +39,13 @@ class AdapterBase(Record):
     attention_sync: list[str]
     mlp_sync: list[str]
     sync_tp_size: int | None
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return an adapter's adapter_config.json. Raises UserError where ``folder`` holds none."""
+    if not (path := folder / ADAPTER_CONFIG).is_file():
+        raise UserError(f"{folder} is not the folder of a PEFT adapter; it holds no {ADAPTER_CONFIG}")
+    return read_json(path)
 
 
 def lora_config(

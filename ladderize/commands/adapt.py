@@ -1,7 +1,7 @@
 """``adapt``."""
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ladderize.adapt.data_files import HUB
@@ -20,9 +20,10 @@ from ladderize.commands.builder import (
     command,
     names_of,
 )
-from ladderize.commands.shared import LOADING, show_layers, start_on, start_server
+from ladderize.commands.shared import loading, show_layers, start_on, start_server
 from ladderize.console import Console
 from ladderize.errors import UsageError
+from ladderize.ranks.device import default_device
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,9 @@ def adapt(given: GivenOptions) -> None:
     if own.out is None and not own.dry_run:
         raise UsageError("OUT is missing: name the folder to write")
     console = Console(own.as_json)
-    with console.stage(LOADING):
-        options = adapt_options(given)
+    options = adapt_options(given)
+    with loading(given, console):
+        options = replace(options, device=own.device or default_device())
         start_server(1 if own.dry_run else given.params["tp_size"])
         importlib.import_module(f"ladderize.adapt.{'layers.rewrite' if own.method in (ALIGN, BLOCKS) else 'train.run'}")
     if isinstance(options, AlignOptions | BlockwiseOptions):
@@ -82,14 +84,15 @@ def adapt(given: GivenOptions) -> None:
 
 
 def adapt_options(given: GivenOptions) -> RetrainOptions | AlignOptions | BlockwiseOptions:
-    """Return the options of the method after all checks that need nothing else. Raises UsageError."""
+    """Return the options of the method, by default on the CPU, after all checks that need nothing else. Raises
+    UsageError."""
     own = given.fill(AdaptArguments)
     heeded = names_of(AdaptArguments) | names_of(OPTIONS[own.method]) | {"config"}
     for name in given.names:
         if name not in heeded:
             raise UsageError(f"{flag(name)} has no effect with --method {own.method}")
     if own.method in (FULL, LORA):
-        options = given.fill(RetrainOptions)
+        options = given.fill(RetrainOptions, device=own.device or "cpu")
         options.check_usage()
         return options
     data = given.params["data"]
@@ -98,7 +101,8 @@ def adapt_options(given: GivenOptions) -> RetrainOptions | AlignOptions | Blockw
             f"--method {own.method} needs --distill-from DENSE, the checkpoint that MODEL was converted from, and one"
             " --data file; it has no --dry-run"
         )
-    filled: AlignOptions | BlockwiseOptions = given.fill(OPTIONS[own.method], data=data[0], layers=own.train)
+    how = {"data": data[0], "layers": own.train, "device": own.device or "cpu"}
+    filled: AlignOptions | BlockwiseOptions = given.fill(OPTIONS[own.method], **how)
     return filled
 
 

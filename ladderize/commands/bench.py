@@ -7,7 +7,7 @@ from pathlib import Path
 import ladderize
 from ladderize.choices import AS_JSON, EngineName, option
 from ladderize.commands.builder import ADVANCED, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command, names_of
-from ladderize.commands.shared import runtime_device, start_server
+from ladderize.commands.shared import loading, runtime_device, start_server
 from ladderize.console import Console
 from ladderize.files.documents import check_writable
 from ladderize.runtime.bench.options import (
@@ -18,6 +18,7 @@ from ladderize.runtime.bench.options import (
     ModelChoice,
     check_bench_usage,
 )
+from ladderize.runtime.collectives.links import read_interconnect
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ def bench(given: GivenOptions) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM binds memory, and torch logs that for each engine
     else:
         check_bench_usage(choice, options, arguments.link)
-    with console.stage("loading torch"):  # what argv alone decides was said before these seconds
+        if arguments.link is not None:
+            read_interconnect(arguments.link)
+    with loading(given, console, "loading torch"):  # what argv alone decides was said before these seconds
         start_server(options.tp_size)
         if in_vllm:
             from ladderize.vllm.bench import bench_vllm

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
-from ladderize.choices import OPTION, Option, check_number, described, flag, parameter_name
+from ladderize.choices import OPTION, Option, check_number, described, flag, near_names, parameter_name
 from ladderize.errors import UsageError, UserError
 
 NOT_IN_FILES = {"config", "help"}
@@ -53,7 +53,9 @@ def given_parameters(made: Any, name: str | None, document: Mapping[Any, Any], w
     for key, value in document.items():
         wanted = str(key).replace("-", "_")
         if wanted not in parameters:
-            raise UserError(f"{where}: {name} has no option {key!r}; see ladderize {name} -h")
+            raise UserError(
+                f"{where}: {name} has no option {key!r}{near_names(wanted, parameters)}; see ladderize {name} -h"
+            )
         if value is not None:
             yield parameters[wanted], _as_given(parameters[wanted], value, f"{where}: {key}")
 

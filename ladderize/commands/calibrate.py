@@ -9,6 +9,7 @@ from ladderize.choices import AS_JSON, option
 from ladderize.commands.builder import MEMORY, OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING, runtime_device, start_server
 from ladderize.console import Console
+from ladderize.files.documents import check_writable
 from ladderize.plan.options import CalibrateOptions
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def calibrate(given: GivenOptions) -> None:
     arguments = given.fill(CalibrateArguments)
     console = Console(arguments.as_json)
     options = given.fill(CalibrateOptions, device=given.params["device"] or "cpu")
+    check_writable(arguments.out, inputs=[options.hardware])
     with console.stage(LOADING):
         start_server(max(options.tp_sizes))
         device = runtime_device(given.params["device"], options.backend, options.threads, max(options.tp_sizes))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ladderize.choices import AS_JSON, argument, check_options, option
 from ladderize.commands.builder import MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command
-from ladderize.commands.shared import LOADING
+from ladderize.commands.shared import loading
 from ladderize.console import Console
 from ladderize.eval.options import EvalOptions
 
@@ -42,10 +42,10 @@ class EvalArguments:
 def evaluate(given: GivenOptions) -> None:
     """Evaluate models with lm-eval tasks and by perplexity, all in the same way, and compare them with the first."""
     arguments, options = given.fill(EvalArguments), given.fill(EvalOptions)
-    options.check()  # before anything is imported
+    options.check(arguments.models)  # before anything is imported
     check_options(arguments)
     console = Console(arguments.as_json)
-    with console.stage(LOADING):
+    with loading(given, console):
         from ladderize.eval.run import evaluate as evaluate_models
         from ladderize.eval.table import prediction_words, result_rows, show_comparison
         from ladderize.vllm.environment import check_vllm

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ladderize.choices import AS_JSON, argument, option
 from ladderize.commands.builder import MEMORY, MODELS, OUTPUT, GivenOptions, command
-from ladderize.commands.shared import LOADING, compute_options, start_server
+from ladderize.commands.shared import compute_options, loading, start_server
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
@@ -60,7 +60,7 @@ def generate(given: GivenOptions) -> None:
     sampling = given.fill(Sampling, **untold)
     console = Console(arguments.as_json)
     in_vllm = arguments.engine == "vllm"
-    with console.stage(LOADING):
+    with loading(given, console):
         start_server(1 if in_vllm else given.params["tp_size"])
         device = compute_options(given.params["device"], given.params["threads"])
         from ladderize.runtime.generate import answer_on_runtime

@@ -1,7 +1,9 @@
 """``merge``."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from ladderize.adapt.lora import read_adapter_config
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, REVISION, argument, option
 from ladderize.commands.builder import MODELS, OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING
@@ -26,6 +28,7 @@ def merge(given: GivenOptions) -> None:
     """Merge a LoRA adapter into its base model, and write an ordinary checkpoint."""
     own = given.fill(MergeArguments)
     console = Console(own.as_json)
+    read_adapter_config(Path(own.adapter).expanduser())
     with console.stage(LOADING):
         from ladderize.adapt.train.merge import merge as merge_adapter
     options = {key: value for key, value in vars(own).items() if key not in ("as_json", "out")}

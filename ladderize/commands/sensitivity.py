@@ -5,10 +5,11 @@ from pathlib import Path
 
 from ladderize.choices import AS_JSON, THREADS, argument, option
 from ladderize.commands.builder import DATA, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command
-from ladderize.commands.shared import LOADING, start_on
+from ladderize.commands.shared import command_line, loading, start_on
 from ladderize.console import Console
-from ladderize.convert.sensitivity_file import alignment_words, ascending_lines, cost_rows, dense_line
+from ladderize.convert.sensitivity_file import cheapest_half, cost_rows, summary
 from ladderize.eval.options import SensitivityOptions
+from ladderize.files.regular import resolved
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,16 @@ def sensitivity(given: GivenOptions) -> None:
     """Measure what each layer of a dense model costs when its sync points are overlapped or dropped."""
     own = given.fill(SensitivityArguments)
     console = Console(own.as_json)
-    with console.stage(LOADING):
+    with loading(given, console):
         device = start_on(given.params["device"], own.threads)
         from ladderize.adapt.layers.sensitivity import write_sensitivity
     options = given.fill(SensitivityOptions, device=device)
     document = write_sensitivity(own.model, own.out, options, overwrite=own.overwrite, console=console)
     console.document(document.to_dict())
     console.table(rows := cost_rows(document), right=[*rows[0]])
-    console.result(dense_line(document))
-    for line in ascending_lines(document):
+    for line in summary(document):
         console.prose(line)
-    if document.aligned is not None:
-        console.result(alignment_words(document.aligned))
     console.note(f"wrote {own.out}")
+    kind, changed = cheapest_half(document)
+    made = f"{resolved(own.model).name}-{kind}"  # in the current folder, also for "." and hub ids
+    console.result(f"next, the half that costs least: {command_line('convert', own.model, made, *changed)}")

@@ -2,17 +2,62 @@
 
 import os
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from glob import has_magic
 from typing import TYPE_CHECKING
 
-from ladderize.choices import BackendName, DeviceName
+from ladderize.adapt.data_files import HUB, data_files, split_weight
+from ladderize.checkpoint.opening import open_sound_checkpoint
+from ladderize.choices import BackendName, DeviceName, flag
+from ladderize.commands.builder import GivenOptions
 from ladderize.console import Console
 from ladderize.errors import UserError
+from ladderize.families.registry import find_family
+from ladderize.files.regular import split_name
+from ladderize.layout import check_split
 from ladderize.ranks.environment import WORLD_SIZE
 
 if TYPE_CHECKING:
     from ladderize.adapt.layers.document import LayersDocument
 
+MOST_SHOWN = 8  # files of a folder
 LOADING = "loading torch and transformers"  # the first line of a command that computes
+
+
+@contextmanager
+def loading(given: GivenOptions, console: Console, text: str = LOADING) -> Iterator[None]:
+    """Check what a command reads, then show that the block imports for seconds."""
+    check_named_models(given)
+    check_named_data(given, console)
+    with console.stage(text):
+        yield
+
+
+def check_named_models(given: GivenOptions) -> None:
+    """Raise UserError or LayoutError for models that are not sound, or that the ranks cannot share. Needs no torch."""
+    params = given.params
+    models = [*(params.get("models") or ()), params.get("model"), params.get("distill_from")]
+    for model in filter(None, models):
+        config = open_sound_checkpoint(model, params.get("revision")).config
+        for name in ("tp_size", "emulate_tp", "sync_tp_size"):
+            if find_family(config) is not None:
+                check_split(config, params.get(name) or 1, name=flag(name))
+
+
+def check_named_data(given: GivenOptions, console: Console) -> None:
+    """Print which files a folder or a glob stands for. Raises UserError for data that are not there."""
+    for name in ("data", "eval_data", "perplexity", "prompt_file"):
+        value = given.params.get(name) or ()
+        for source in value if isinstance(value, list | tuple) else [str(value)]:
+            path = split_name(split_weight(source)[0])[0]
+            if source.startswith(HUB) or path.is_file():
+                continue
+            if not path.exists() and not has_magic(source):
+                raise UserError(f"{flag(name)} {path} does not exist")
+            files = data_files(split_weight(source)[0], flag(name))
+            rest = f" and {len(files) - MOST_SHOWN} more" if len(files) > MOST_SHOWN else ""
+            console.note(f"{flag(name)} {source} is {', '.join(files[:MOST_SHOWN])}{rest}")
 
 
 def start_server(ranks: int) -> None:

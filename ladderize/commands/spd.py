@@ -16,7 +16,7 @@ from ladderize.commands.builder import (
     GivenOptions,
     command,
 )
-from ladderize.commands.shared import LOADING, show_layers, start_on
+from ladderize.commands.shared import loading, show_layers, start_on
 from ladderize.console import Console
 
 
@@ -49,7 +49,7 @@ def spd(given: GivenOptions) -> None:
     console = Console(own.as_json)
     if given.params["repair"] == "align":
         given.refuse(("epochs", "lr"), "with --repair align, which trains nothing")
-    with console.stage(LOADING):
+    with loading(given, console):
         device = start_on(given.params["device"], own.threads)
     options = given.fill(SpdOptions, device=device)
     document = ladderize.spd(own.model, own.out, options, console=console, overwrite=own.overwrite, verify=own.verify)

@@ -45,16 +45,7 @@ def source_card(folder: Path) -> Path | None:
 
 def make_card(plan: Plan) -> str:
     """Return the text of README.md."""
-    path = source_card(plan.source.folder)
-    source = path.read_text(encoding="utf-8-sig", errors="replace") if path is not None else ""
-    front, _ = split_front_matter(source)
-    tags = front.get("tags")
-    tags = tags if isinstance(tags, list) else []
-    ours = ["ladderize", *(tag for kind, tag in TAGS.items() if kind in str(plan.after))]
-    front = {**front, "library_name": "transformers", "tags": [*tags, *(tag for tag in ours if tag not in tags)]}
-    if plan.hub_id:
-        front["base_model"] = plan.hub_id
-    header = yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()
+    header = yaml.safe_dump(_front_matter(plan), sort_keys=False, allow_unicode=True).strip()
     paragraphs = [f"---\n{header}\n---", MARK, f"# {printable(plan.out.name)}"]
     name = family_of(plan.source.config).class_prefix
     again = "" if plan.before.is_dense else f" (which was: {plan.before})"
@@ -66,9 +57,25 @@ def make_card(plan: Plan) -> str:
     paragraphs += _changes(plan)
     if not plan.after.is_dense:
         paragraphs += [_accuracy(plan), _usage(plan)]
-    if source:
+    if source_card(plan.source.folder) is not None:
         paragraphs.append("The source's own card is in [README.source.md](README.source.md).")
     return "\n\n".join(paragraphs) + "\n"
+
+
+def _front_matter(plan: Plan) -> dict[str, Any]:
+    """Return the source's front matter merged with ours. That of an earlier conversion names the hub's model still."""
+    readme = plan.source.folder / "README.md"
+    card = readme if readme.is_file() else source_card(plan.source.folder)
+    front, _ = split_front_matter(card.read_text(encoding="utf-8-sig", errors="replace") if card is not None else "")
+    tags = front.get("tags")
+    kept = [tag for tag in tags if tag not in ("ladderize", *TAGS.values())] if isinstance(tags, list) else []
+    ours = ["ladderize", *(tag for kind, tag in TAGS.items() if kind in str(plan.after))]
+    front |= {"library_name": "transformers", "tags": [*kept, *ours]}
+    if plan.hub_id:
+        front["base_model"] = plan.hub_id
+    if "license" not in front and "LICENSE" in plan.carried:
+        front |= {"license": "other", "license_link": "LICENSE"}
+    return front
 
 
 def _layout(layout: Layout) -> str:
@@ -135,7 +142,7 @@ without `trust_remote_code`.
 **Serving.** vLLM serves it with ladderize's plugin, and runs no code from this folder:
 
 ```sh
-pip install "ladderize[vllm]"
+pip install ".[vllm]"  # in a clone of ladderize
 vllm serve {name} --tensor-parallel-size {usual_ranks(plan.source.config, layout)}
 ```
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document
 from ladderize.files.records import Record
-from ladderize.layout import Layout
+from ladderize.layout import Layout, format_ranges
 
 if TYPE_CHECKING:
     import numpy as np
@@ -195,17 +195,33 @@ def cost_rows(document: SensitivityDocument) -> list[dict[str, str]]:
     ]
 
 
-def ascending_lines(document: SensitivityDocument) -> list[str]:
-    """Return a line for each kind with its layers, the least sensitive first."""
-    return [
-        f"least sensitive first, {kind}: {', '.join(str(cost.layer) for cost in ascending(document.of_kind(kind)))}"
-        for kind in document.kinds
-    ]
+def summary(document: SensitivityDocument) -> list[str]:
+    """Return lines that explain the costs: each kind's layers, the least sensitive first, and why others have none."""
+    lines = [dense_line(document)]
+    for kind in document.kinds:
+        layers = ", ".join(str(cost.layer) for cost in ascending(document.of_kind(kind)))
+        lines.append(f"least sensitive first, {kind}: {layers}")
+    if document.aligned is not None:
+        lines.append(alignment_words(document.aligned))
+    if others := ", ".join(kind for kind in LAYER_CHANGES if kind not in document.kinds):
+        missing = "are made for a number of ranks: give --sync-tp-size N"
+        why = missing if document.mode == "layers" else "--mode layers measures"
+        lines.append(f"measured: {', '.join(document.kinds)}; not {others}, which {why}")
+    return lines
 
 
 def ascending(costs: Sequence[LayerCost]) -> list[LayerCost]:
     """Return costs with the least sensitive layer first, of equal ones the lower."""
     return sorted(costs, key=lambda cost: (cost.sensitivity, cost.layer))
+
+
+def cheapest_half(document: SensitivityDocument) -> tuple[str, list[str]]:
+    """Return the kind in which half of the layers cost least, and the options of ``convert`` that make it."""
+    halves = [ascending(document.of_kind(kind))[: max(1, document.num_layers // 2)] for kind in document.kinds]
+    half = min(halves, key=lambda costs: sum(cost.nats for cost in costs))
+    kind, layers = half[0].kind, format_ranges(cost.layer for cost in half)
+    options = [word for name in kind.split("+") for word in (f"--{name}", layers)]
+    return kind, [*options, *(() if kind == LADDER else ("--sync-tp-size", str(document.sync_tp_size)))]
 
 
 def dense_line(document: SensitivityDocument) -> str:

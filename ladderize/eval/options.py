@@ -1,5 +1,6 @@
 """The options of ``ladderize eval``, ``compare`` and ``sensitivity``, with their defaults. Imports no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,7 @@ from ladderize.choices import (
 )
 from ladderize.convert.sensitivity_file import Mode
 from ladderize.errors import UsageError
+from ladderize.eval.task_names import check_task_names
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
 
@@ -57,8 +59,11 @@ class EvalOptions(Record):
         shown="the model's positions",
     )
 
-    def check(self) -> None:
-        """Raise UsageError for impossible values, options that have no effect, or where nothing is asked."""
+    def check(self, models: Sequence[str] = ()) -> None:
+        """Raise UsageError for impossible values, options that have no effect, where nothing is asked, or for a model
+        that is named twice; UserError for tasks that are not there."""
+        if len({*models}) < len(models):
+            raise UsageError("a model is named twice; name each once")
         if not self.tasks and self.perplexity is None:
             raise UsageError("nothing to evaluate: name --tasks, or a file for --perplexity")
         check_options(self)
@@ -70,6 +75,7 @@ class EvalOptions(Record):
             raise UsageError(f"--device {self.device} has no effect on vLLM, which computes where it was built for")
         if self.max_length is not None and self.backend != "vllm":
             raise UsageError(f"--max-length {self.max_length} needs --backend vllm, which keeps room for whole texts")
+        check_task_names(self.tasks, self.include_path)
 
 
 def check_margin(margin: float) -> None:

@@ -56,10 +56,8 @@ def evaluate(
     engine: opens a model with the backend vllm: ``open_vllm`` of ``ladderize.vllm.eval_model``.
     Raises UserError.
     """
-    options.check()
     names = [str(name) for name in models]
-    if len({*names}) < len(names):
-        raise UsageError("a model is named twice; name each once")
+    options.check(names)
     if options.backend == "vllm" and engine is None:  # nothing in here imports vLLM
         raise UsageError("the backend vllm needs engine=open_vllm, of ladderize.vllm.eval_model")
     check_predictions(options, keep_predictions, reference)

@@ -29,6 +29,7 @@ from ladderize.eval.harness import encode_joined, share_requests
 from ladderize.eval.model import EvalModel
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, ModelResult
+from ladderize.eval.task_names import no_such_task
 from ladderize.files.documents import check_writable, read_own, write_json
 from ladderize.files.regular import inside, resolved
 from ladderize.files.temporaries import replacement
@@ -66,8 +67,6 @@ def open_tasks(options: EvalOptions) -> AskedTasks:
     Raises UserError for a task that does not exist or cannot be loaded, or options that do not fit it.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    if options.include_path is not None and not Path(options.include_path).is_dir():
-        raise UserError(f"--include-path {options.include_path} is not a folder")
     manager = _index(options)
     loaded: dict[str, Mapping[str, Any]] = {}
     asked = AskedTasks(manager, loaded)
@@ -88,10 +87,7 @@ def _names(manager: "TaskManager", asked: str) -> list[str]:
     """Return a name of ``--tasks``, or those that a pattern matches. Raises UserError where there is none."""
     names: list[str] = [asked] if asked in manager.all_tasks else manager.match_tasks([asked])
     if not names:
-        raise UserError(
-            f"no task has the name {asked!r} or matches it; lm-eval's `lm_eval ls tasks` lists them, and"
-            " --include-path adds your own"
-        )
+        raise no_such_task(asked, manager.all_tasks)
     return names
 
 

@@ -124,7 +124,7 @@ def check_libraries() -> None:
         import jinja2  # noqa: F401
         import vl_convert  # noqa: F401
     except ImportError:
-        raise UserError("a report needs jinja2 and vl-convert-python: pip install 'ladderize[report]'") from None
+        raise UserError("a report needs jinja2 and vl-convert-python: pip install jinja2 vl-convert-python") from None
 
 
 def build_page(content: ReportContent) -> ReportPage:

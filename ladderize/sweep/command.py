@@ -37,14 +37,15 @@ def sweep_command(given: GivenOptions) -> None:
         return
     if file is None:
         raise UsageError("name the sweep's YAML file; --write-example writes one to start from")
-    from ladderize.files.parsing import read_yaml
+    from ladderize.sweep.sweep_file import SWEEP_JSON, find_folder, fit_layouts
 
-    read_yaml(file)  # raises for a file that is no YAML, before seconds of imports
+    spec, root = find_folder(file, out)  # before hours in which the file may change
+    fit_layouts(spec)  # raises before seconds of imports
     with console.stage(LOADING):
-        from ladderize.sweep.run import SWEEP_JSON, find_folder, plan_sweep, run_sweep
+        from ladderize.sweep.run import plan_sweep, run_sweep
         from ladderize.sweep.show import check_stages, plan_document, plan_script, show_models, show_stages
     if arguments.dry_run or arguments.print_commands:
-        plan, root = plan_sweep(file, out, console=console)
+        plan, _ = plan_sweep(file, out, console=console)
         document = plan_document(plan, root)
         console.document(document)
         if arguments.print_commands:
@@ -52,7 +53,6 @@ def sweep_command(given: GivenOptions) -> None:
         else:
             show_stages(document, console)
         return
-    _, root = find_folder(file, out)  # before hours in which the file may change
     swept = run_sweep(file, out, prune=arguments.prune, console=console)
     console.document(swept.to_dict())
     show_models(root, console)

@@ -1,12 +1,10 @@
 """The plan of a sweep: its models and their stages. Layouts that do not fit are refused before anything runs."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from ladderize.checkpoint.opening import open_sound_checkpoint, read_config
 from ladderize.commands.adapt import adapt
 from ladderize.commands.builder import option_words
 from ladderize.errors import UserError
@@ -14,14 +12,14 @@ from ladderize.eval.results import EvalResults
 from ladderize.eval.table import mean_accuracy
 from ladderize.files.documents import read_document
 from ladderize.layout import BLOCKING, Layout
+from ladderize.ranks.device import default_device
 from ladderize.report.tradeoff_plot import pareto_front
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import ModelChoice
 from ladderize.runtime.bench.plan import plan_bench
-from ladderize.runtime.shards import check_runnable
 from ladderize.sweep.builder import StageBuilder
 from ladderize.sweep.stages import Stage, errors_begin_with
-from ladderize.sweep.sweep_file import AdaptChoice, AdaptStage, SweepSpec
+from ladderize.sweep.sweep_file import AdaptChoice, AdaptStage, SweepSpec, fit_layouts
 from ladderize.sweep_document import StageState, Status
 
 DENSE = "dense"
@@ -115,21 +113,15 @@ class Planner:
 
     def __init__(self, spec: SweepSpec, root: Path) -> None:
         self.spec, self.builder, self.root = spec, StageBuilder(spec), root
-        config = read_config(open_sound_checkpoint(spec.model).folder)
-        dense = Layout.from_config(config)
-        if not dense.is_dense:
-            raise UserError(f"{spec.model} is not dense ({dense}); a sweep converts the dense model")
-        self.dense = SweepLayout(None, DENSE, dense)
-        self.layouts = list(_layouts(self.builder, config, dense))
+        layouts = fit_layouts(spec)
+        self.dense = SweepLayout(None, DENSE, Layout.dense(layouts[0].num_layers))
+        self.layouts = list(_layouts(self.builder, layouts))
         for setting in spec.bench:
-            dtype, made = setting.given.get("dtype", "auto"), setting.options
+            dtype, device = setting.given.get("dtype", "auto"), setting.given.get("device", default_device())
             with errors_begin_with(setting.where):
-                plain = replace(made, outer_link=None)  # which the dense model alone has no groups for
+                # the dense model alone has no groups for an outer link
+                plain = replace(setting.options, outer_link=None, device=device)
                 plan_bench(ModelChoice(models=(spec.model,), dtype=dtype), plain, setting.link)
-            for one in self.layouts:
-                if setting.times(one.name):
-                    with errors_begin_with(f"{setting.where} cannot time {one.label}"):
-                        check_runnable(config, one.layout, made.ranks, name=made.ranks_option, in_groups=True)
 
     def plan(self, status: StatusOf) -> SweepPlan:
         """Return the plan as far as it is known by now.
@@ -246,14 +238,10 @@ class Planner:
         return Entrant(accuracy, next(speeds, 0.0))  # 0: it failed the benchmark's check
 
 
-def _layouts(builder: StageBuilder, config: Mapping[str, Any], dense: Layout) -> Iterator[SweepLayout]:
-    """Yield the layouts of the file, with the stages that make them. Raises UserError, which names the entry, for one
-    that the model cannot have."""
+def _layouts(builder: StageBuilder, layouts: Sequence[Layout]) -> Iterator[SweepLayout]:
+    """Yield the layouts of the file, with the stages that make them."""
     names = [choice.name for choice in builder.spec.layouts]
-    for choice in builder.spec.layouts:
-        with errors_begin_with(choice.where):
-            layout = choice.recipe.layout(dense)
-            layout.check_model(config)
+    for choice, layout in zip(builder.spec.layouts, layouts, strict=True):
         assigned = f", {' and '.join(choice.assign)} assigned" if choice.assign else ""
         words = str(layout).partition(" layers: ")[2] + assigned
         name = choice.name

@@ -11,9 +11,8 @@ from ladderize.adapt.methods import ALIGN, Method
 from ladderize.commands.shared import command_line
 from ladderize.console import SILENT, Console
 from ladderize.convert.inspection import ALIGNMENT, DISTILLATION
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
-from ladderize.files.regular import resolved
 from ladderize.files.temporaries import lock_folder
 from ladderize.ranks.environment import already_started
 from ladderize.sweep.child import run_stage
@@ -25,14 +24,11 @@ from ladderize.sweep.stages import (
     Stage,
     is_finished,
     make_folder,
-    outputs_in,
     remove_others,
     trained_folder,
 )
-from ladderize.sweep.sweep_file import SweepSpec, read_sweep
+from ladderize.sweep.sweep_file import SWEEP_JSON, find_folder
 from ladderize.sweep_document import AS_CONVERTED, THEN, StageState, Status, SweepDocument, SweepPoint
-
-SWEEP_JSON = "sweep.json"
 
 
 def run_sweep(
@@ -79,21 +75,6 @@ def plan_sweep(file: str | Path, out: str | Path | None = None, *, console: Cons
     """Return the plan of ``run_sweep``, and the sweep's folder. Nothing is written."""
     run = _new_run(file, out, console)
     return run.plan(), run.planner.root
-
-
-def find_folder(file: str | Path, out: str | Path | None = None) -> tuple[SweepSpec, Path]:
-    """Return the content of the file and the sweep's folder. Raises UserError for a folder that holds something
-    else."""
-    spec = read_sweep(Path(file))
-    if out is None and spec.out is None:
-        raise UsageError(f"say where to keep everything: --out DIR, or a line 'out: DIR' in {file}")
-    root = resolved(out if out is not None else str(spec.out), "--out ")
-    if root.exists() and not root.is_dir():
-        raise UserError(f"--out {root} is not a folder; choose another")
-    is_ours = (root / SWEEP_JSON).is_file() or bool(outputs_in(root))
-    if root.is_dir() and not is_ours and any(not entry.name.startswith(".") for entry in root.iterdir()):
-        raise UserError(f"--out {root} is not empty, and no folder of a sweep (it has no {SWEEP_JSON}); choose another")
-    return spec, root
 
 
 def _new_run(file: str | Path, out: str | Path | None, console: Console) -> "SweepRun":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ladderize.console import Console, human_seconds, table
 from ladderize.errors import UserError
+from ladderize.files.documents import read_own
 from ladderize.sweep.plan import SweepPlan
 from ladderize.sweep.stages import LOG, MARKER, Stage, is_finished
 from ladderize.sweep_document import StageState, SweepDocument
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 
 def plan_document(plan: SweepPlan, root: Path) -> dict[str, Any]:
     """Return the JSON of ``--dry-run``. ``unplanned`` has the points whose stages depend on future measurements."""
+    seconds: dict[tuple[str, str], float] = {}
+    for stage in plan.stages:
+        marker = read_own(root / stage.output / MARKER) if is_finished(stage, root) else {}
+        if "seconds" in marker:
+            seconds[stage.work] = max(float(marker["seconds"]), seconds.get(stage.work, 0))
     stages = [
         {
             "stage": stage.kind,
@@ -30,6 +36,7 @@ def plan_document(plan: SweepPlan, root: Path) -> dict[str, Any]:
             "kept": is_finished(stage, root),
             "processes": stage.processes,
             "needs": [needed.output for needed in stage.needs],
+            "expected_seconds": seconds.get(stage.work),
         }
         for stage in plan.stages
     ]
@@ -41,19 +48,27 @@ def show_stages(document: Mapping[str, Any], console: Console) -> None:
 
     document: of ``plan_document``.
     """
-    rows = [
-        {
-            "stage": stage["title"],
-            "": "kept" if stage["kept"] else "to run",
-            "on": f"{stage['processes']} processes" if stage["processes"] > 1 else "",
-        }
-        for stage in document["stages"]
-    ]
-    unplanned = [
-        {"stage": name, "": "planned when what decides it is measured", "on": ""} for name in document["unplanned"]
-    ]
-    console.table([*rows, *unplanned])
-    console.result(f"\n{sum(row[''] == 'kept' for row in rows)} of {len(rows)} stages are kept")
+    rows = [_stage_row(stage) for stage in document["stages"]]
+    later = {**dict.fromkeys(rows[0], ""), "status": "planned when what decides it is measured"}
+    rows += [{**later, "stage": name} for name in document["unplanned"]]
+    filled = [key for key in rows[0] if any(row[key] for row in rows)]
+    console.table([{key: row[key] for key in filled} for row in rows])
+    to_run = [stage for stage in document["stages"] if not stage["kept"]]
+    times = [stage["expected_seconds"] for stage in to_run if stage["expected_seconds"] is not None]
+    whose = "the others" if len(times) == len(to_run) else f"{len(times)} of the others"
+    estimate = f"; {whose} take about {human_seconds(sum(times))}" if times else ""
+    console.result(f"\n{len(document['stages']) - len(to_run)} of {len(document['stages'])} stages are kept{estimate}")
+
+
+def _stage_row(stage: Mapping[str, Any]) -> dict[str, str]:
+    """Return a row of the plan; the time is known of work that another stage has done."""
+    seconds = None if stage["kept"] else stage["expected_seconds"]
+    return {
+        "stage": stage["title"],
+        "status": "kept" if stage["kept"] else "to run",
+        "on": f"{stage['processes']} processes" if stage["processes"] > 1 else "",
+        "time": f"about {human_seconds(seconds)}" if seconds is not None else "",
+    }
 
 
 def plan_script(plan: SweepPlan, root: Path) -> str:

@@ -146,6 +146,11 @@ class Stage:
         return f"{STAGES}/{self.kind}-{self.key}"
 
     @property
+    def work(self) -> tuple[str, str]:
+        """Its kind and how the model is adapted: stages that have these in common take about as long."""
+        return self.kind, self.title.partition("+")[2]
+
+    @property
     def model(self) -> str:
         """The model that it writes."""
         return f"{self.output}/{MODEL_FOLDER}"

@@ -10,20 +10,25 @@ from typing import Any, cast, get_args
 from ladderize.adapt.data_files import HUB
 from ladderize.adapt.layers.options import AssignOptions
 from ladderize.adapt.methods import ALIGN, Method
+from ladderize.checkpoint.opening import open_sound_checkpoint
+from ladderize.choices import near_names
 from ladderize.commands.adapt import adapt_options
 from ladderize.commands.convert import asked_recipe
 from ladderize.convert.recipe import Recipe
-from ladderize.errors import UserError
+from ladderize.errors import UsageError, UserError
 from ladderize.eval.options import MARGIN, EvalOptions, check_margin
 from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
-from ladderize.files.regular import names_a_file
+from ladderize.files.regular import names_a_file, resolved
+from ladderize.layout import Layout, check_split
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_bench_usage
-from ladderize.sweep.stages import Given, adapt_words, errors_begin_with, parsed_options, words_of
+from ladderize.runtime.shards import check_runnable
+from ladderize.sweep.stages import Given, adapt_words, errors_begin_with, outputs_in, parsed_options, words_of
 from ladderize.sweep_document import AS_CONVERTED
 
 KEYS = ("model", "out", "data", "layouts", "adapt", "eval", "bench", "margin", "no_verify")
 PATH_KEYS = ("data", "eval_data", "teacher_cache", "perplexity", "include_path", "assignment", "recipe")
+SWEEP_JSON = "sweep.json"
 LINK_KEYS = ("link", "outer_link")  # paths where they name a file
 # keys whose lists are no grids
 LISTS = {"adapt": ("data", "eval_data", "lora_targets"), "bench": ("batch_size", "baselines", "schedules")}
@@ -121,7 +126,8 @@ def sweep_spec(document: object, where: str) -> SweepSpec:
     """
     given = mapping(document, where)
     if unknown := [key for key in given if key not in KEYS]:
-        raise UserError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(KEYS)}")
+        near = near_names(unknown[0], KEYS)
+        raise UserError(f"{where}: unknown key {unknown[0]!r}{near}; known are {', '.join(KEYS)}")
     if "model" not in given:
         raise UserError(f"{where}: model is missing; name the dense checkpoint, a folder or a hub id")
     if "eval" not in given and "bench" not in given:
@@ -153,6 +159,47 @@ def sweep_spec(document: object, where: str) -> SweepSpec:
         margin=margin,
         verify=not read_value(bool, given.get("no_verify", False), f"{where}: no_verify"),
     )
+
+
+def find_folder(file: str | Path, out: str | Path | None = None) -> tuple[SweepSpec, Path]:
+    """Return the content of the file and the sweep's folder. Raises UserError for a folder that holds something
+    else."""
+    spec = read_sweep(Path(file))
+    if out is None and spec.out is None:
+        raise UsageError(f"say where to keep everything: --out DIR, or a line 'out: DIR' in {file}")
+    root = resolved(out if out is not None else str(spec.out), "--out ")
+    if root.exists() and not root.is_dir():
+        raise UserError(f"--out {root} is not a folder; choose another")
+    is_ours = (root / SWEEP_JSON).is_file() or bool(outputs_in(root))
+    if root.is_dir() and not is_ours and any(not entry.name.startswith(".") for entry in root.iterdir()):
+        raise UserError(f"--out {root} is not empty, and no folder of a sweep (it has no {SWEEP_JSON}); choose another")
+    return spec, root
+
+
+def fit_layouts(spec: SweepSpec) -> list[Layout]:
+    """Return the layout of each entry for the sweep's model.
+
+    Raises UserError for a model that is not dense, and, with its entry, for a layout that the model or a benchmark
+    cannot have.
+    """
+    config = open_sound_checkpoint(spec.model).config
+    dense = Layout.from_config(config)
+    if not dense.is_dense:
+        raise UserError(f"{spec.model} is not dense ({dense}); a sweep converts the dense model")
+    layouts = []
+    for choice in spec.layouts:
+        with errors_begin_with(choice.where):
+            layouts.append(choice.recipe.layout(dense))
+            layouts[-1].check_model(config)
+    for setting in spec.bench:
+        made = setting.options
+        with errors_begin_with(setting.where):
+            check_split(config, made.ranks, name=made.ranks_option)
+        for choice, layout in zip(spec.layouts, layouts, strict=True):
+            if setting.times(choice.name):
+                with errors_begin_with(f"{setting.where} cannot time {choice.name or layout}"):
+                    check_runnable(config, layout, made.ranks, name=made.ranks_option, in_groups=True)
+    return layouts
 
 
 def mapping(given: object, where: str) -> dict[str, Any]:
@@ -202,7 +249,8 @@ def _take_layouts(options: dict[str, Any], where: str, names: Sequence[str]) -> 
     wanted = tuple(map(str, value if isinstance(value, list | tuple) else [value]))
     if unknown := [name for name in wanted if name not in names]:
         known = f"known are {', '.join(dict.fromkeys(names))}" if names else "give the entry of layouts a name"
-        raise UserError(f"{where}: layouts names {unknown[0]!r}, but no layout has this name; {known}")
+        near = near_names(unknown[0], names)
+        raise UserError(f"{where}: layouts names {unknown[0]!r}, but no layout has this name{near}; {known}")
     return wanted
 
 
@@ -262,7 +310,8 @@ def _stages(entry: Any, at: str, data: Given) -> Iterator[AdaptStage]:
     given = {**data, **absolute(mapping(entry, at) if isinstance(entry, Mapping) else {"method": entry})}
     method = given.pop("method", None)
     if method not in get_args(Method):
-        raise UserError(f"{at}: method is {method!r}, but must be one of {', '.join(get_args(Method))}")
+        near = near_names(str(method), get_args(Method))
+        raise UserError(f"{at}: method is {method!r}{near}, but must be one of {', '.join(get_args(Method))}")
     promote = read_value(int | None, given.pop("promote", None), f"{at}: promote")
     if promote is not None and promote < 1:
         raise UserError(f"{at}: promote is {promote}, but must be at least 1")
@@ -279,6 +328,7 @@ def _benches(entries: list[tuple[str, Any]], names: Sequence[str]) -> Iterator[B
         for options in grid(given, "bench"):
             with errors_begin_with(at):
                 given_options = parsed_options(words_of("bench", ["DENSE", "MODEL"], {}, options))
-                made, link = given_options.fill(BenchOptions), given_options.params["link"]
+                device = given_options.params["device"] or "cpu"  # another is known where torch is
+                made, link = given_options.fill(BenchOptions, device=device), given_options.params["link"]
                 check_bench_usage(given_options.fill(ModelChoice), made, link)
             yield BenchChoice(at, made, link, options, layouts)

@@ -52,7 +52,7 @@ def version_problem() -> str | None:
     ladderize knows are not."""
     found = installed_version()
     if found is None:
-        return 'vLLM is not installed; pip install "ladderize[vllm]"'
+        return f'vLLM is not installed; pip install "{REQUIREMENT}"'
     return None if _release(found) >= OLDEST else f'{not_known()}; pip install "{REQUIREMENT}"'
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from ladderize.adapt.lora import ADAPTATION, ADAPTER_CONFIG, ADAPTER_TENSORS, AdapterBase
+from ladderize.adapt.lora import ADAPTATION, ADAPTER_CONFIG, ADAPTER_TENSORS, AdapterBase, read_adapter_config
 from ladderize.adapt.methods import METRICS
 from ladderize.adapt.train.adapter import write_merged
 from ladderize.blocks import open_checkpoint
@@ -111,10 +111,8 @@ def check_adapter(folder: Path) -> dict[str, Any]:
     correctly."""
     from peft import LoraConfig
 
-    if not (path := folder / ADAPTER_CONFIG).is_file():
-        raise UserError(f"{folder} is not the folder of a PEFT adapter; it holds no {ADAPTER_CONFIG}")
+    path, config = folder / ADAPTER_CONFIG, read_adapter_config(folder)
     check_entries(folder)
-    config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise UserError(f"{path}: peft_type is {config.get('peft_type')!r}; only LORA can be merged here")
     # PEFT would ignore keys that it does not know, and import any module that a megatron_config names.

@@ -226,8 +226,8 @@ def base_linear(projection):
     if not isinstance(linear, nn.Linear) or type(linear.weight).__name__ == "DTensor":
         raise RuntimeError(
             f"this layout has delayed or dropped sync points, which need whole weights, but {type(linear).__name__} is"
-            " sharded or replaced by another framework's layer: run it in vLLM with ladderize's plugin (pip install"
-            ' "ladderize[vllm]"), with ladderize\'s own runtime, or in plain transformers on one device'
+            " sharded or replaced by another framework's layer: run it in vLLM with ladderize's plugin, on ladderize's"
+            " own runtime, or in plain transformers on one device"
         )
     return linear
 
@@ -318,8 +318,7 @@ def check_engine(config):
     if config.sync_tp_size is not None and engine is not None:
         raise ValueError(
             f"this layout delays or drops sync points for {config.sync_tp_size} virtual ranks, and {engine} cannot run"
-            " it: use vLLM with ladderize's plugin (pip install \"ladderize[vllm]\"), ladderize's own runtime, or plain"
-            " transformers on one device"
+            " it: use vLLM with ladderize's plugin, ladderize's own runtime, or plain transformers on one device"
         )
 
 
