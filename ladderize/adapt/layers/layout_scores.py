@@ -16,6 +16,7 @@ from torch import Tensor
 from ladderize.adapt.layers.align import (
     LayerReport,
     aligned_layers,
+    layer_passes,
     warn_of_few,
     with_random,
 )
@@ -149,10 +150,11 @@ class AlignedLayouts:
         """Return the summed negative log-likelihood of each window in nats: float64 [windows].
 
         scored: ids [windows, tokens].
-        advance: is called for each aligned layer.
+        advance: is called with each layer's number of ``model_passes``.
         Raises UserError for a result that is NaN or infinite.
         """
         made: Iterator[tuple[dict[str, Tensor], LayerReport]] | None = None
+        passes = model_passes(layout)
         if not layout.is_dense:
             streams = Streams(self.teacher, self.all_windows, self.ranks, readers_of(layout))
             student = StudentBlocks(layout, layers_to_align(layout), self.weights)
@@ -161,8 +163,8 @@ class AlignedLayouts:
         def layer_at(index: int) -> torch.nn.Module:
             weights: Mapping[str, Tensor] = self.weights(index)
             if made is not None:
-                weights, report = next(made)
-                advance(1 if report.projections else 0)
+                weights, _ = next(made)
+                advance(passes[index])
             loaded = {name: tensor.to(self.blocks.dtype) for name, tensor in weights.items()}
             return self.blocks.layer(index, layout, loaded)
 
@@ -171,8 +173,13 @@ class AlignedLayouts:
         return nll.numpy()
 
 
-def layers_of(layouts: Sequence[Layout]) -> int:
-    return sum(len(layers_to_align(layout)) for layout in layouts if not layout.is_dense)
+def model_passes(layout: Layout) -> list[int]:
+    """Return how often the windows to align on pass through each layer; none where nothing is aligned."""
+    return [] if layout.is_dense else layer_passes(layout, layers_to_align(layout))
+
+
+def passes_of(layouts: Sequence[Layout]) -> int:
+    return sum(sum(model_passes(layout)) for layout in layouts)
 
 
 def score_aligned(
@@ -187,7 +194,7 @@ def score_aligned(
 ) -> np.ndarray:
     """Return the summed negative log-likelihood of each window under each layout, in nats: [windows, layouts].
 
-    Layouts with the fewest layers to align come first, so that ranks work on equally long ones side by side. All ranks
+    Layouts with the least work come first, so that ranks work on equally long ones side by side. All ranks
     return the same.
 
     known: rows of windows, by layout, that were measured before.
@@ -196,22 +203,23 @@ def score_aligned(
     """
     nlls, windows = dict(known), aligned.windows
     left = {str(layout): layout for layout in layouts if str(layout) not in nlls}
-    models = sorted(left.values(), key=lambda layout: layers_of([layout]))
+    models = sorted(left.values(), key=lambda layout: passes_of([layout]))
     if known:
         console.note(f"{len(known)} models were measured before")
     readers = max(map(readers_of, models), default=1)
     states = states_bytes(aligned.teacher, aligned.all_windows, aligned.ranks, readers)
     place = place_of_states(states, ranks)
+    layers = sum(len(layers_to_align(layout)) for layout in models if not layout.is_dense)
     console.note(
-        f"{len(models):,} models on {len(scored)} windows of {scored.shape[1]} tokens: {layers_of(models):,} layers are"
+        f"{len(models):,} models on {len(scored)} windows of {scored.shape[1]} tokens: {layers:,} layers are"
         f" aligned on {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out),"
         f" on {ranks.words}; {human_bytes(states)} of states {located(place)}{' of each' if ranks.size > 1 else ''}"
     )
     warn_of_few(windows.train.numel(), aligned.blocks.config, console)
     ids = torch.from_numpy(scored)
-    with console.progress("sensitivity", layers_of(models)) as advance:
+    with console.progress("sensitivity, passes over the windows", passes_of(models)) as advance:
         for done in ranks.shared_out(models, lambda layout: (layout, aligned(layout, ids, advance).tolist())):
             nlls.update((str(layout), row) for layout, row in done)
-            advance(layers_of([layout for layout, _ in done[1:]]))  # rank 0 has counted its own
+            advance(passes_of([layout for layout, _ in done[1:]]))  # rank 0 has counted its own
             keep(nlls)
     return np.array([nlls[str(layout)] for layout in layouts]).T

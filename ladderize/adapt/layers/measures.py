@@ -10,6 +10,8 @@ import torch
 from ladderize.adapt.layers.layer_files import LayerWeights
 from ladderize.adapt.layers.options import TOKENS_PER_STEP
 from ladderize.blocks import Blocks, window_streams
+from ladderize.checkpoint.config import parameter_count
+from ladderize.console import SILENT, Console
 from ladderize.eval.results import Perplexity, perplexity_from_nlls
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
@@ -27,7 +29,7 @@ class Contender(NamedTuple):
 
 
 def heldout_measures(
-    contenders: Mapping[str, Contender], ids: torch.Tensor, ranks: Ranks
+    contenders: Mapping[str, Contender], ids: torch.Tensor, ranks: Ranks, console: Console = SILENT
 ) -> tuple[dict[str, Perplexity], dict[str, float]]:
     """Return the perplexity of held-out windows under each model, and the mean KL(first || model) in nats per token of
     all but the first, dense one.
@@ -40,24 +42,43 @@ def heldout_measures(
     batch_size = max(1, 2 * TOKENS_PER_STEP // ids.shape[1])
     batches = ids.split(batch_size)[ranks.rank :: ranks.size]
     dense, perplexities, divergences, reference = next(iter(contenders.values())).blocks, {}, {}, None
-    for name, contender in contenders.items():
-        blocks = contender.blocks
-        streams = window_streams(blocks, contender.layer, torch.cat(batches), batch_size=batch_size) if batches else []
-        nlls: list[torch.Tensor] = []
-        sums: list[torch.Tensor] = []
-        with torch.no_grad():
+    windows, logits = sum(map(len, batches)), logits_in_layers(dense)
+    work = len(contenders) * dense.num_layers + (3 * len(contenders) - 2) * logits  # a divergence takes them of both
+    with torch.no_grad(), console.progress("measuring held-out windows, by layer", windows * work) as advance:
+
+        def streams_of(contender: Contender) -> list[torch.Tensor]:
+            def layer_at(index: int) -> torch.nn.Module:
+                advance(windows)
+                return contender.layer(index)
+
+            if not batches:
+                return []
+            return window_streams(contender.blocks, layer_at, torch.cat(batches), batch_size=batch_size)
+
+        for name, contender in contenders.items():
+            blocks, streams = contender.blocks, streams_of(contender)
+            nlls: list[torch.Tensor] = []
+            sums: list[torch.Tensor] = []
             for number, batch in enumerate(batches):
                 stream = streams[number].to(blocks.device)
                 nlls.append(blocks.nll(stream, batch).cpu())
+                advance(logits * len(batch))
                 if reference is not None:
                     sums.append(blocks.divergence(dense, reference[number].to(blocks.device), stream).cpu())
-        nll, total = (in_order(ranks.gather(values)) for values in (nlls, sums))
-        perplexities[name] = perplexity_from_nlls(nll.numpy(), list(ids.numpy()))
-        if reference is None:
-            reference = streams
-        else:
-            divergences[name] = float(total.sum()) / ids[:, 1:].numel()
+                    advance(2 * logits * len(batch))
+            nll, total = (in_order(ranks.gather(values)) for values in (nlls, sums))
+            perplexities[name] = perplexity_from_nlls(nll.numpy(), list(ids.numpy()))
+            if reference is None:
+                reference = streams
+            else:
+                divergences[name] = float(total.sum()) / ids[:, 1:].numel()
     return perplexities, divergences
+
+
+def logits_in_layers(blocks: Blocks) -> int:
+    """Return how many layers have as many weights as the LM head, at least one."""
+    head = int(blocks.config["vocab_size"]) * int(blocks.config["hidden_size"])
+    return max(1, round(head * blocks.num_layers / max(1, parameter_count(blocks.config) - head)))
 
 
 def in_order(parts: list[list[torch.Tensor]]) -> torch.Tensor:

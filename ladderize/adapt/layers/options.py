@@ -11,6 +11,7 @@ from ladderize.choices import (
     REVISION,
     SEQ_LEN,
     DeviceName,
+    Option,
     check_options,
     distinct_names,
     option,
@@ -23,9 +24,15 @@ from ladderize.ranks.device import default_device
 PAPERS_LR, PAPERS_WIDTH = 5e-5, 4096
 TOKENS_PER_STEP = 2048  # the paper's: one sequence
 DEFAULT_SAMPLES, DEFAULT_HELDOUT = 1024, 64  # windows at most
-LEAST_TOKENS, TOKENS_PER_INPUT = 1 << 17, 4  # to align on, or so many per input of the widest projection
 HEADS, NEURONS = "heads", "neurons"  # of --assign
-SHORT = 1 << 14  # instead of LEAST_TOKENS where alignment is repeated, or as long as a short training
+# The sizes of an alignment where they are not given: tokens, or so many per input of the widest projection; instead of
+# these tokens where alignment is repeated, or as long as a short training; and the windows held out.
+LEAST_TOKENS, TOKENS_PER_INPUT, SHORT, LEAST_WINDOWS_HELDOUT = 1 << 17, 4, 1 << 14, 8
+SAMPLES = Option(
+    "Windows to align on, or to train blocks on.",
+    min=1,
+    shown="align: 131,072 tokens; --align: those of the training, 16,384 to 131,072; blocks: up to 1024",
+)
 
 
 @dataclass(frozen=True)
@@ -41,11 +48,11 @@ class WindowOptions:
     data: str = option(
         "json, jsonl, parquet, txt, npy, npz:array, or a folder or glob of one kind.", ..., metavar="FILE"
     )
-    samples: int | None = option(
-        "Windows to train on.", min=1, shown="what the data give, up to 1024; align: up to 131,072 tokens"
-    )
+    samples: int | None = option(SAMPLES)
     heldout: int | None = option(
-        "Windows to hold out for early stopping and for the table.", min=1, shown="a tenth, up to 64"
+        "Windows to hold out for early stopping and for the table.",
+        min=1,
+        shown="a tenth, up to 64; align: an eighth of --samples, at least 8",
     )
     seq_len: int | None = option(SEQ_LEN)
     layers: str | None = None  # ranges; None: the method's default

@@ -31,12 +31,15 @@ from ladderize.adapt.train.options import TrainOptions
 from ladderize.adapt.train.states import Progress, Scores, TrainingFolder
 from ladderize.adapt.train.training_model import TrainingModel
 from ladderize.boundary import handled
-from ladderize.console import Console
+from ladderize.console import Advance, Console
 from ladderize.errors import UserError
 from ladderize.memory import peak_bytes
 from ladderize.runtime.training.batch import Batch
 
-HEARD = b"\nstopping after the step under way, whose state is then saved (Ctrl-C again stops at once)\n"
+HEARD = (
+    b"\nstopping after the step under way, whose state is then saved; the same command goes on from there (Ctrl-C again"
+    b" stops at once)\n"
+)
 FEW_SCORED = 0.05  # the share of scored tokens below which a warning is given
 RECENT, EXPLOSIONS = 50, 3  # earlier steps to compare a loss with; so many losses in a row far above them end the run
 HUGE = 1e30
@@ -65,6 +68,10 @@ def stop_signals(*, announce: bool) -> Iterator[Callable[[], bool]]:
     left = multiprocessing.parent_process() is not None and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     with handled(note, signal.SIGTERM, *([] if left else [signal.SIGINT])):
         yield lambda: bool(received)
+
+
+class StopRequested(Exception):
+    """Raised on all ranks where a signal came during a validation."""
 
 
 class Order(Sampler[int]):
@@ -131,6 +138,7 @@ class Loop:
         self.folder, self.console, self.stored = folder, console, stored
         self.accelerator = model.accelerator
         self.progress = Progress()
+        self.signalled: Callable[[], bool] = lambda: False
         self.asked_to_stop = False
 
     def run(self) -> Progress:
@@ -139,20 +147,22 @@ class Loop:
         Raises UserError where the loss is NaN or infinite or explodes, and, after saving, on SIGTERM or Ctrl-C.
         """
         progress, options = self.progress, self.options
+        times = self.choose_validations()
         if progress.step == 0 and self.heldout:
             self.validate_first()
         total, unit = (options.max_steps, "steps") if options.max_steps else (options.max_tokens or 1, "tokens")
         batches = micro_batches(self.rows, options, self.model, progress.step * options.batch_size)
         begun, done = progress.step, progress.step if options.max_steps else min(progress.tokens, total)
-        if progress.unscored:
-            self.validate_step()
         with (
-            stop_signals(announce=self.console.speaks) as stopped,
+            stop_signals(announce=self.console.speaks) as self.signalled,
             self.console.progress(unit, total, done=done) as advance,
         ):
-            while (spent := options.share(progress.step, progress.tokens)) < 1:
+            if progress.unscored:
+                self.validate_step(advance)
+            while (spent := options.share(progress.step, progress.tokens)) < 1 and not self.asked_to_stop:
                 before = progress.tokens
-                metrics = self.step(batches, spent, stopped)
+                metrics = self.step(batches, spent)
+                self.listen()
                 self.write(metrics)
                 if progress.step == begun + 1 and progress.scored < FEW_SCORED * progress.tokens:
                     self.console.warn(
@@ -162,28 +172,32 @@ class Loop:
                 loss = f"loss ({options.objective.label}) {metrics['loss']:.4f}"
                 detail = f"step {progress.step}, {loss}, {metrics['tokens_per_s']:,.0f} tokens/s"
                 advance(1 if options.max_steps else progress.tokens - before, detail=detail)
-                is_last = options.share(progress.step, progress.tokens) == 1
-                asked_to_stop = self.asked_to_stop and not is_last
-                is_due = progress.step % options.eval_every == 0 or is_last
-                if is_due or asked_to_stop:
-                    progress.unscored = is_due and bool(self.heldout)
-                    if progress.unscored and not asked_to_stop:
-                        advance(0, detail=f"{detail}, validating")
-                        self.validate_step()
+                share = options.share(progress.step, progress.tokens)
+                is_due = options.is_due(progress.step, spent, share, times)
+                progress.unscored = is_due and bool(self.heldout)
+                if progress.unscored and not self.asked_to_stop:
+                    self.validate_step(advance, f"{detail}, ")
+                if is_due or self.asked_to_stop:
                     advance(0, detail=f"{detail}, saving")
                     self.folder.save(progress, self.model)
-                if asked_to_stop:
-                    raise UserError(
-                        f"stopped by a signal after step {progress.step}, which is saved in {self.folder.folder}; run"
-                        " the same command again to resume"
-                    )
+                    self.listen()
+            if self.asked_to_stop:
+                self.folder.save(progress, self.model)
+                raise UserError(
+                    f"stopped by a signal after step {progress.step}, which is saved in {self.folder.folder}; run the"
+                    " same command again to resume"
+                )
         return progress
 
-    def step(self, batches: Iterator[HostBatch], spent: float, stopped: Callable[[], bool]) -> dict[str, float]:
+    def listen(self) -> None:
+        """Note whether a signal asked any rank to stop. All ranks call it."""
+        signalled = torch.tensor([float(self.signalled())], device=self.accelerator.device)
+        self.asked_to_stop = bool(self.model.sum(signalled) > 0)
+
+    def step(self, batches: Iterator[HostBatch], spent: float) -> dict[str, float]:
         """Make one update and return its metrics.
 
         spent: the share of the budget spent before.
-        stopped: returns whether a signal asked to stop.
         Raises UserError as ``check`` does.
         """
         options, model, progress, accelerator = self.options, self.model, self.progress, self.accelerator
@@ -197,8 +211,7 @@ class Loop:
         # scored targets, and all that are not padding
         counts = [[(micro["targets"] >= least).sum() for least in (0, IGNORED_TARGET)] for micro in micros]
         scored, tokens = model.sum(torch.tensor(counts, dtype=torch.float64).sum(0).to(accelerator.device))
-        sums = torch.zeros(3, device=accelerator.device, dtype=torch.float64)
-        sums[2] = stopped()
+        sums = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
         for micro in micros:
             batch = Batch.of(micro, accelerator.device)
             with accelerator.accumulate(model.student):
@@ -207,11 +220,11 @@ class Loop:
                 # the step's tokens.
                 scale = model.data_size * len(micros)
                 accelerator.backward((options.objective.total(*losses / scored) * scale).float())
-            sums[:2] += losses.detach()
+            sums += losses.detach()
         length = model.clip(options.max_grad_norm).double().to(sums.device)
-        # The only place in a step where the host waits for the device.
+        # The only place in a step's computation where the host waits for the device.
         together = torch.cat((model.sum(sums), length.reshape(1), scored[None], tokens[None]))
-        entropy, divergence, stop, norm, scored, tokens = together.tolist()
+        entropy, divergence, norm, scored, tokens = together.tolist()
         entropy, divergence = entropy / scored, divergence / scored
         loss = options.objective.total(entropy, divergence)
         is_bad = not (math.isfinite(loss) and math.isfinite(norm))
@@ -227,7 +240,6 @@ class Loop:
         progress.scored += round(scored)
         progress.seconds += seconds
         progress.recent = [*progress.recent, loss][-RECENT:]
-        self.asked_to_stop = stop > 0
         values = {"step": progress.step, "loss": loss, "cross_entropy": entropy}
         if options.objective.distill_weight:
             values["divergence"] = divergence
@@ -261,6 +273,20 @@ class Loop:
 
     # ---- validation ----
 
+    def choose_validations(self) -> int:
+        """Keep the held-out rows that are scored, evenly spread over all, the same in every run of the training.
+
+        Returns after how many steps they are scored.
+        """
+        progress, held_out = self.progress, len(self.heldout)
+        rows, times = self.options.validations(held_out)
+        if progress.heldout_rows is None:
+            progress.heldout_rows = rows
+        self.heldout = [self.heldout[k * held_out // progress.heldout_rows] for k in range(progress.heldout_rows)]
+        if self.heldout:
+            self.console.note(f"validating {times} times, on {len(self.heldout)} of {held_out} held-out rows")
+        return times
+
     def validate_first(self) -> None:
         """Score the held-out rows before the first step, also under the teacher."""
         progress, has_teacher, target = self.progress, self.options.distill_from is not None, ""
@@ -277,10 +303,22 @@ class Loop:
             progress.before = self.validate(advance)
         self.console.note(f"before training: {progress.before.text(self.options.objective)}{target}")
 
-    def validate_step(self) -> None:
-        """Score the held-out rows after a step."""
-        progress = self.progress
-        text = self.validate(lambda rows: None).text(self.options.objective)
+    def validate_step(self, advance: Advance, detail: str = "") -> None:
+        """Score the held-out rows after a step, unless a signal comes.
+
+        detail: is shown in front of the rows scored.
+        """
+        progress, scored = self.progress, 0
+
+        def count(rows: int) -> None:
+            nonlocal scored
+            scored += rows
+            advance(0, detail=f"{detail}validating, {scored} of {len(self.heldout)} rows")
+
+        try:
+            text = self.validate(count).text(self.options.objective)
+        except StopRequested:
+            return
         progress.unscored = False
         self.console.note(f"step {progress.step}: {text} after {progress.tokens:,} tokens")
 
@@ -330,6 +368,9 @@ class Loop:
             begin = start + model.data_rank * size
             yield Batch.of(collate(self.heldout[begin : begin + size]), self.accelerator.device)
             advance(min(len(self.heldout) - start, size * model.data_size))
+            self.listen()
+            if self.asked_to_stop:
+                raise StopRequested
 
     # ---- what is said ----
 
