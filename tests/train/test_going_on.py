@@ -1,5 +1,6 @@
 """Retraining that was killed, stopped or changed on the way goes on where it was."""
 
+import contextlib
 import math
 import random
 import signal
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ladderize.adapt.train import loop
 from ladderize.adapt.train.loop import Loop
 from ladderize.adapt.train.states import Scores, TrainingFolder, read_metrics
 from ladderize.adapt.train.training_model import HFTraining
@@ -134,6 +136,17 @@ def test_ctrl_c_says_what_happens_and_a_second_one_while_saving_loses_nothing(pl
     assert [path.name for path in work.glob("step-*")] == ["step-00000002"]
     assert adapt(place, tmp_path / "out", *more).code == 0
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("launcher", [True, False])
+def test_a_launcher_passes_a_ctrl_c_on_to_ranks_that_had_it(monkeypatch, launcher):
+    monkeypatch.setattr(loop, "already_started", lambda: launcher)
+    interrupted = contextlib.nullcontext() if launcher else pytest.raises(KeyboardInterrupt)
+    with loop.stop_signals(announce=False) as stopped:
+        signal.raise_signal(signal.SIGINT)
+        with interrupted:
+            signal.raise_signal(signal.SIGINT)
+        assert stopped()
 
 
 def test_a_stream_beside_a_file_goes_on(place, tmp_path, monkeypatch):

@@ -150,15 +150,15 @@ class AlignedLayouts:
         """Return the summed negative log-likelihood of each window in nats: float64 [windows].
 
         scored: ids [windows, tokens].
-        advance: is called with each layer's number of ``model_passes``.
+        advance: is called with the ``layer_passes`` of each layer.
         Raises UserError for a result that is NaN or infinite.
         """
         made: Iterator[tuple[dict[str, Tensor], LayerReport]] | None = None
-        passes = model_passes(layout)
         if not layout.is_dense:
             streams = Streams(self.teacher, self.all_windows, self.ranks, readers_of(layout))
             student = StudentBlocks(layout, layers_to_align(layout), self.weights)
             made = aligned_layers(self.teacher, self.teacher, self.weights, student, streams)
+            passes = layer_passes(layout, student.layers)
 
         def layer_at(index: int) -> torch.nn.Module:
             weights: Mapping[str, Tensor] = self.weights(index)
@@ -173,13 +173,9 @@ class AlignedLayouts:
         return nll.numpy()
 
 
-def model_passes(layout: Layout) -> list[int]:
-    """Return how often the windows to align on pass through each layer; none where nothing is aligned."""
-    return [] if layout.is_dense else layer_passes(layout, layers_to_align(layout))
-
-
 def passes_of(layouts: Sequence[Layout]) -> int:
-    return sum(sum(model_passes(layout)) for layout in layouts)
+    """Return the sum of ``layer_passes`` of all layouts; a dense one has none."""
+    return sum(sum(layer_passes(layout, layers_to_align(layout))) for layout in layouts if not layout.is_dense)
 
 
 def score_aligned(

@@ -42,21 +42,18 @@ def heldout_measures(
     batch_size = max(1, 2 * TOKENS_PER_STEP // ids.shape[1])
     batches = ids.split(batch_size)[ranks.rank :: ranks.size]
     dense, perplexities, divergences, reference = next(iter(contenders.values())).blocks, {}, {}, None
-    windows, logits = sum(map(len, batches)), logits_in_layers(dense)
+    windows, head = sum(map(len, batches)), int(dense.config["vocab_size"]) * int(dense.config["hidden_size"])
+    logits = 1 + head * dense.num_layers // max(1, parameter_count(dense.config) - head)  # in layers of as many weights
     work = len(contenders) * dense.num_layers + (3 * len(contenders) - 2) * logits  # a divergence takes them of both
     with torch.no_grad(), console.progress("measuring held-out windows, by layer", windows * work) as advance:
+        for name, contender in contenders.items():
+            blocks = contender.blocks
 
-        def streams_of(contender: Contender) -> list[torch.Tensor]:
-            def layer_at(index: int) -> torch.nn.Module:
+            def layer_at(index: int, contender: Contender = contender) -> torch.nn.Module:
                 advance(windows)
                 return contender.layer(index)
 
-            if not batches:
-                return []
-            return window_streams(contender.blocks, layer_at, torch.cat(batches), batch_size=batch_size)
-
-        for name, contender in contenders.items():
-            blocks, streams = contender.blocks, streams_of(contender)
+            streams = window_streams(blocks, layer_at, torch.cat(batches), batch_size=batch_size) if batches else []
             nlls: list[torch.Tensor] = []
             sums: list[torch.Tensor] = []
             for number, batch in enumerate(batches):
@@ -73,12 +70,6 @@ def heldout_measures(
             else:
                 divergences[name] = float(total.sum()) / ids[:, 1:].numel()
     return perplexities, divergences
-
-
-def logits_in_layers(blocks: Blocks) -> int:
-    """Return how many layers have as many weights as the LM head, at least one."""
-    head = int(blocks.config["vocab_size"]) * int(blocks.config["hidden_size"])
-    return max(1, round(head * blocks.num_layers / max(1, parameter_count(blocks.config) - head)))
 
 
 def in_order(parts: list[list[torch.Tensor]]) -> torch.Tensor:

@@ -25,14 +25,10 @@ PAPERS_LR, PAPERS_WIDTH = 5e-5, 4096
 TOKENS_PER_STEP = 2048  # the paper's: one sequence
 DEFAULT_SAMPLES, DEFAULT_HELDOUT = 1024, 64  # windows at most
 HEADS, NEURONS = "heads", "neurons"  # of --assign
-# The sizes of an alignment where they are not given: tokens, or so many per input of the widest projection; instead of
-# these tokens where alignment is repeated, or as long as a short training; and the windows held out.
+# The size of an alignment by default: tokens, or so many per input of the widest projection; tokens where it is
+# repeated, or as long as a short training; and the windows held out.
 LEAST_TOKENS, TOKENS_PER_INPUT, SHORT, LEAST_WINDOWS_HELDOUT = 1 << 17, 4, 1 << 14, 8
-SAMPLES = Option(
-    "Windows to align on, or to train blocks on.",
-    min=1,
-    shown="align: 131,072 tokens; --align: those of the training, 16,384 to 131,072; blocks: up to 1024",
-)
+SAMPLES = Option("Windows to align on, or to train blocks on.", min=1, shown="131,072 tokens; blocks: up to 1024")
 
 
 @dataclass(frozen=True)
@@ -50,9 +46,7 @@ class WindowOptions:
     )
     samples: int | None = option(SAMPLES)
     heldout: int | None = option(
-        "Windows to hold out for early stopping and for the table.",
-        min=1,
-        shown="a tenth, up to 64; align: an eighth of --samples, at least 8",
+        "Windows to hold out for early stopping and for the table.", min=1, shown="a tenth, up to 64; align: an eighth"
     )
     seq_len: int | None = option(SEQ_LEN)
     layers: str | None = None  # ranges; None: the method's default
@@ -77,20 +71,15 @@ class AlignOptions(WindowOptions):
     tokens: int | None = None
 
 
-def default_tokens(config: Mapping[str, Any]) -> int:
-    """Return the number of tokens to align on by default."""
-    return max(LEAST_TOKENS, TOKENS_PER_INPUT * widest_input(config))
-
-
-def short_tokens(config: Mapping[str, Any]) -> int:
-    """Return the number of tokens to align on where alignment is repeated often."""
-    return max(SHORT, TOKENS_PER_INPUT * widest_input(config))
+def default_tokens(config: Mapping[str, Any], *, short: bool = False) -> int:
+    """Return the number of tokens to align on by default, or where alignment is repeated often (``short``)."""
+    return max(SHORT if short else LEAST_TOKENS, TOKENS_PER_INPUT * widest_input(config))
 
 
 def start_tokens(config: Mapping[str, Any], budget: int | None) -> int:
-    """Return the number of tokens to align on before a training on ``budget`` tokens: as many, from ``short_tokens`` to
-    ``default_tokens`` (docs/real.md: what more tokens win stays after the training)."""
-    return min(default_tokens(config), max(short_tokens(config), budget or 0))
+    """Return the number of tokens to align on before a training on ``budget`` tokens: as many, from the short
+    to the long default (docs/real.md: what more tokens win stays after the training)."""
+    return min(default_tokens(config), max(default_tokens(config, short=True), budget or 0))
 
 
 def assign_tokens(config: Mapping[str, Any]) -> int:

@@ -13,7 +13,7 @@ from ladderize.adapt.layers.layout_scores import (
     score_aligned,
     score_layouts,
 )
-from ladderize.adapt.layers.options import short_tokens
+from ladderize.adapt.layers.options import default_tokens
 from ladderize.adapt.layers.windows import split_windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.checkpoint.config import stored_dtype
@@ -101,9 +101,8 @@ def measure_sensitivity(
         console.note(f"{options.data} gives {len(scored)} windows, fewer than --samples {options.samples}")
     to_align = None
     if options.align:
-        to_align = split_windows(
-            windows[options.samples :], options.align_samples, None, short_tokens(checkpoint.config)
-        )
+        tokens = default_tokens(checkpoint.config, short=True)
+        to_align = split_windows(windows[options.samples :], options.align_samples, None, tokens)
     if options.align and to_align is None:
         raise UserError(
             f"{options.data} gives {len(windows)} windows of {windows.shape[1]} tokens, too few for {options.samples}"

@@ -15,7 +15,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -31,18 +31,17 @@ from ladderize.adapt.train.options import TrainOptions
 from ladderize.adapt.train.states import Progress, Scores, TrainingFolder
 from ladderize.adapt.train.training_model import TrainingModel
 from ladderize.boundary import handled
-from ladderize.console import Advance, Console
+from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.memory import peak_bytes
+from ladderize.ranks.environment import already_started
 from ladderize.runtime.training.batch import Batch
 
-HEARD = (
-    b"\nstopping after the step under way, whose state is then saved; the same command goes on from there (Ctrl-C again"
-    b" stops at once)\n"
-)
+HEARD = b"\nstopping after the step under way; the same command goes on from there (Ctrl-C again stops at once)\n"
 FEW_SCORED = 0.05  # the share of scored tokens below which a warning is given
 RECENT, EXPLOSIONS = 50, 3  # earlier steps to compare a loss with; so many losses in a row far above them end the run
 HUGE = 1e30
+PASSED_ON_S = 1.0  # within which a launcher passes a signal on
 HostBatch = Mapping[str, Tensor]  # of ``collate``
 
 
@@ -56,12 +55,14 @@ def stop_signals(*, announce: bool) -> Iterator[Callable[[], bool]]:
 
     announce: say on stderr that the signal was understood.
     """
-    received: list[int] = []
+    received: list[float] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        if received and number == signal.SIGINT:
+        received.append(time.monotonic())
+        # torchrun passes a Ctrl-C on to ranks that had it from the terminal
+        is_passed_on = already_started() and received[-1] < received[0] + PASSED_ON_S
+        if len(received) > 1 and number == signal.SIGINT and not is_passed_on:
             raise KeyboardInterrupt
-        received.append(number)
         if announce and len(received) == 1:
             os.write(2, HEARD)  # a handler may have interrupted a print, so it must not print itself
 
@@ -147,7 +148,12 @@ class Loop:
         Raises UserError where the loss is NaN or infinite or explodes, and, after saving, on SIGTERM or Ctrl-C.
         """
         progress, options = self.progress, self.options
-        times = self.choose_validations()
+        held_out = len(self.heldout)
+        rows, times = options.validations(held_out)
+        progress.heldout_rows = progress.heldout_rows or rows  # those that an earlier run has scored
+        self.heldout = [self.heldout[k] for k in np.linspace(0, held_out - 1, progress.heldout_rows, dtype=int)]
+        if self.heldout:
+            self.console.note(f"validating {times} times, on {len(self.heldout)} of {held_out} held-out rows")
         if progress.step == 0 and self.heldout:
             self.validate_first()
         total, unit = (options.max_steps, "steps") if options.max_steps else (options.max_tokens or 1, "tokens")
@@ -158,7 +164,7 @@ class Loop:
             self.console.progress(unit, total, done=done) as advance,
         ):
             if progress.unscored:
-                self.validate_step(advance)
+                self.validate_step()
             while (spent := options.share(progress.step, progress.tokens)) < 1 and not self.asked_to_stop:
                 before = progress.tokens
                 metrics = self.step(batches, spent)
@@ -173,20 +179,20 @@ class Loop:
                 detail = f"step {progress.step}, {loss}, {metrics['tokens_per_s']:,.0f} tokens/s"
                 advance(1 if options.max_steps else progress.tokens - before, detail=detail)
                 share = options.share(progress.step, progress.tokens)
-                is_due = options.is_due(progress.step, spent, share, times)
+                every, passed = options.eval_every, int(share * times) > int(spent * times)
+                is_due = share == 1 or (progress.step % every == 0 if every else passed)
                 progress.unscored = is_due and bool(self.heldout)
                 if progress.unscored and not self.asked_to_stop:
-                    self.validate_step(advance, f"{detail}, ")
+                    self.validate_step()
                 if is_due or self.asked_to_stop:
                     advance(0, detail=f"{detail}, saving")
                     self.folder.save(progress, self.model)
                     self.listen()
-            if self.asked_to_stop:
-                self.folder.save(progress, self.model)
-                raise UserError(
-                    f"stopped by a signal after step {progress.step}, which is saved in {self.folder.folder}; run the"
-                    " same command again to resume"
-                )
+        if self.asked_to_stop:
+            raise UserError(
+                f"stopped by a signal after step {progress.step}, which is saved in {self.folder.folder}; run the same"
+                " command again to resume"
+            )
         return progress
 
     def listen(self) -> None:
@@ -273,20 +279,6 @@ class Loop:
 
     # ---- validation ----
 
-    def choose_validations(self) -> int:
-        """Keep the held-out rows that are scored, evenly spread over all, the same in every run of the training.
-
-        Returns after how many steps they are scored.
-        """
-        progress, held_out = self.progress, len(self.heldout)
-        rows, times = self.options.validations(held_out)
-        if progress.heldout_rows is None:
-            progress.heldout_rows = rows
-        self.heldout = [self.heldout[k * held_out // progress.heldout_rows] for k in range(progress.heldout_rows)]
-        if self.heldout:
-            self.console.note(f"validating {times} times, on {len(self.heldout)} of {held_out} held-out rows")
-        return times
-
     def validate_first(self) -> None:
         """Score the held-out rows before the first step, also under the teacher."""
         progress, has_teacher, target = self.progress, self.options.distill_from is not None, ""
@@ -303,24 +295,14 @@ class Loop:
             progress.before = self.validate(advance)
         self.console.note(f"before training: {progress.before.text(self.options.objective)}{target}")
 
-    def validate_step(self, advance: Advance, detail: str = "") -> None:
-        """Score the held-out rows after a step, unless a signal comes.
-
-        detail: is shown in front of the rows scored.
-        """
-        progress, scored = self.progress, 0
-
-        def count(rows: int) -> None:
-            nonlocal scored
-            scored += rows
-            advance(0, detail=f"{detail}validating, {scored} of {len(self.heldout)} rows")
-
-        try:
-            text = self.validate(count).text(self.options.objective)
-        except StopRequested:
-            return
-        progress.unscored = False
-        self.console.note(f"step {progress.step}: {text} after {progress.tokens:,} tokens")
+    def validate_step(self) -> None:
+        """Score the held-out rows after a step, unless a signal comes."""
+        progress = self.progress
+        with suppress(StopRequested):
+            with self.console.progress("validating", len(self.heldout)) as advance:
+                text = self.validate(advance).text(self.options.objective)
+            progress.unscored = False
+            self.console.note(f"step {progress.step}: {text} after {progress.tokens:,} tokens")
 
     def validate(self, advance: Callable[[int], None]) -> Scores:
         """Score the held-out rows with the weights as OUT would hold them, record the scores, and keep the best

@@ -43,12 +43,8 @@ MICRO_BATCH_TOKENS = 8192
 MOST_TOKENS = 10**18  # more than any data have
 # A run that resumes must have these in common with the one before. Others may change, as after the loss exploded.
 LORA_FIELDS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
-FIXED = [
-    *("method", "train", "samples", "heldout", "seq_len", "batch_size", "weight_decay", "seed", "distill_weight"),
-    *LORA_FIELDS,
-]
-# The share of the time that validation takes by default. Where that is little time, it is done less often as soon as
-# fewer tokens would be scored each time.
+FIXED = ("method", "train", "samples", "heldout", "seq_len", "batch_size", "weight_decay", "seed", "distill_weight")
+# the share of the time for validation; tokens of a validation, of which there are fewer rather than smaller ones
 VALIDATION_SHARE, ENOUGH_SCORED = 0.1, 4096
 RateSchedule = Literal["cosine", "linear", "constant"]
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -133,10 +129,9 @@ class RetrainOptions(Record):
     )
     eval_data: tuple[str, ...] = option("Data to validate on.", (), metavar="FILE", shown="examples held out of --data")
     heldout: int | None = option(
-        "Examples to hold out of each --data for validation. All of them are scored if this or --eval-data is given.",
+        "Examples to hold out of each --data for validation.",
         min=0,
-        shown="a hundredth, up to 256, of which a tenth of the time is enough for some; blocks, align: a tenth of the"
-        " windows",
+        shown="a hundredth, up to 256, scored in a tenth of the time; blocks, align: a tenth of the windows",
     )
     samples: int | None = option(SAMPLES, needs="align")
     seq_len: int | None = option(SEQ_LEN)
@@ -188,9 +183,7 @@ class RetrainOptions(Record):
         "sequential",
     )
     eval_every: int | None = option(
-        "Steps between validations; training's state is saved with each.",
-        min=1,
-        shown="a tenth of all, at most 500; more where validation would take over a tenth of the time",
+        "Steps between validations; the state is saved with each.", min=1, shown="a tenth of all, or of the time"
     )
     write: Write = option(
         "Which weights become OUT. best: lowest held-out KL (with --distill-from), cross-entropy, or mixture of both;"
@@ -345,29 +338,18 @@ class TrainOptions(RetrainOptions):
         return f"{about}{self.steps:,} steps of {rows}"
 
     def validations(self, rows: int) -> tuple[int, int]:
-        """Return how many of the held-out ``rows`` are scored, and after how many steps of all.
+        """Return how many of the held-out ``rows`` are scored, and how often after steps.
 
-        Rows and validations that were not asked for are so few that they take at most a tenth of the time. A row is
-        counted as if training on it took no longer, which it does.
+        What was not asked for takes at most a tenth of the time, if a row is scored as slowly as it is trained on.
         """
-        times = self.steps // (self.eval_every or max(1, min(500, self.steps // 10)))
+        is_asked = self.heldout is not None or bool(self.eval_data)
         before = 1.5 if self.distill_from else 1.0  # validations before the first step: the dense model's, too
         affordable = VALIDATION_SHARE * self.steps * self.batch_size
-        all_asked = self.heldout is not None or bool(self.eval_data)
-        fewest = rows if all_asked else min(rows, max(1, ENOUGH_SCORED // self.seq_len))
-        if fewest and not self.eval_every:
-            times = max(1, min(times, int(affordable / fewest - before)))
-        return (rows if all_asked else min(rows, max(1, int(affordable / (times + before))))), times
-
-    def is_due(self, step: int, before: float, after: float, times: int) -> bool:
-        """Return whether to validate after step ``step``: after the last one, and after each ``eval_every``, else
-        ``times`` in all.
-
-        before, after: the shares of the training that were done before and after the step.
-        """
-        if self.eval_every and after < 1:
-            return step % self.eval_every == 0
-        return int(after * times) > int(before * times)
+        times = self.steps // (self.eval_every or max(1, min(500, self.steps // 10)))
+        if not self.eval_every:
+            fewest = rows if is_asked else min(rows, ENOUGH_SCORED // self.seq_len)
+            times = max(1, min(times, int(affordable / max(1, fewest) - before)))
+        return (rows if is_asked else min(rows, max(1, int(affordable / (times + before))))), times
 
     def share(self, step: int, tokens: int) -> float:
         """Return the share of the training that is done, 0 to 1, after ``step`` steps that read ``tokens`` tokens."""
