@@ -137,7 +137,7 @@ def test_the_same_rows_are_scored_before_and_after(place, tmp_path, monkeypatch)
     """Also by a longer run that goes on, and would score more."""
     bars = record_bars(monkeypatch)
     said = stopped_before_the_end(place, tmp_path / "out", steps=6, without=["--eval-data"])
-    assert "validating 1 times, on 1 of 2 held-out rows" in said
+    assert "validating on 1 of 2 held-out rows" in said
     assert [bar.total for bar in bars if bar.description == "validating"] == [1]
     document = succeed(place, tmp_path / "out", steps=40, without=["--eval-data"])
     assert document["heldout_perplexity"]["tokens"] == 2 * LENGTH - 2  # a row of two examples

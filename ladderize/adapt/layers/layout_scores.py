@@ -13,13 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.layers.align import (
-    LayerReport,
-    aligned_layers,
-    layer_passes,
-    warn_of_few,
-    with_random,
-)
+from ladderize.adapt.layers.align import LayerReport, aligned_layers, layer_passes, warn_of_few, with_random
 from ladderize.adapt.layers.align_layer import Streams, located, place_of_states, readers_of, states_bytes
 from ladderize.adapt.layers.layer_files import StudentBlocks
 from ladderize.adapt.layers.options import layers_to_align
@@ -190,8 +184,8 @@ def score_aligned(
 ) -> np.ndarray:
     """Return the summed negative log-likelihood of each window under each layout, in nats: [windows, layouts].
 
-    Layouts with the least work come first, so that ranks work on equally long ones side by side. All ranks
-    return the same.
+    Layouts with the least work come first, so that ranks work on equally long ones side by side. All ranks return the
+    same.
 
     known: rows of windows, by layout, that were measured before.
     keep: is given all rows after each round.
@@ -205,11 +199,10 @@ def score_aligned(
     readers = max(map(readers_of, models), default=1)
     states = states_bytes(aligned.teacher, aligned.all_windows, aligned.ranks, readers)
     place = place_of_states(states, ranks)
-    layers = sum(len(layers_to_align(layout)) for layout in models if not layout.is_dense)
     console.note(
-        f"{len(models):,} models on {len(scored)} windows of {scored.shape[1]} tokens: {layers:,} layers are"
-        f" aligned on {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out),"
-        f" on {ranks.words}; {human_bytes(states)} of states {located(place)}{' of each' if ranks.size > 1 else ''}"
+        f"{len(models):,} models on {len(scored)} windows of {scored.shape[1]} tokens; changed ones are aligned on"
+        f" {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out), on {ranks.words};"
+        f" {human_bytes(states)} of states {located(place)}{' of each' if ranks.size > 1 else ''}"
     )
     warn_of_few(windows.train.numel(), aligned.blocks.config, console)
     ids = torch.from_numpy(scored)

@@ -6,16 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ladderize.adapt.methods import COMPUTE_DTYPE, CONVERTED, TRAINING_SEED, TrainingDtype, Write, check_lr
-from ladderize.choices import (
-    DEVICE,
-    REVISION,
-    SEQ_LEN,
-    DeviceName,
-    Option,
-    check_options,
-    distinct_names,
-    option,
-)
+from ladderize.choices import DEVICE, REVISION, SEQ_LEN, DeviceName, Option, check_options, distinct_names, option
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import Layout, format_ranges, parse_ranges
 from ladderize.ranks.device import default_device

@@ -8,11 +8,7 @@ import numpy as np
 import torch
 
 from ladderize import data
-from ladderize.adapt.layers.layout_scores import (
-    AlignedLayouts,
-    score_aligned,
-    score_layouts,
-)
+from ladderize.adapt.layers.layout_scores import AlignedLayouts, score_aligned, score_layouts
 from ladderize.adapt.layers.options import default_tokens
 from ladderize.adapt.layers.windows import split_windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows

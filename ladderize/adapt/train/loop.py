@@ -153,7 +153,7 @@ class Loop:
         progress.heldout_rows = progress.heldout_rows or rows  # those that an earlier run has scored
         self.heldout = [self.heldout[k] for k in np.linspace(0, held_out - 1, progress.heldout_rows, dtype=int)]
         if self.heldout:
-            self.console.note(f"validating {times} times, on {len(self.heldout)} of {held_out} held-out rows")
+            self.console.note(f"validating on {len(self.heldout)} of {held_out} held-out rows")
         if progress.step == 0 and self.heldout:
             self.validate_first()
         total, unit = (options.max_steps, "steps") if options.max_steps else (options.max_tokens or 1, "tokens")

@@ -44,7 +44,7 @@ MOST_TOKENS = 10**18  # more than any data have
 # A run that resumes must have these in common with the one before. Others may change, as after the loss exploded.
 LORA_FIELDS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
 FIXED = ("method", "train", "samples", "heldout", "seq_len", "batch_size", "weight_decay", "seed", "distill_weight")
-# the share of the time for validation; tokens of a validation, of which there are fewer rather than smaller ones
+# the share of the time for validation; with fewer tokens in each one there are fewer validations instead
 VALIDATION_SHARE, ENOUGH_SCORED = 0.1, 4096
 RateSchedule = Literal["cosine", "linear", "constant"]
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -131,7 +131,7 @@ class RetrainOptions(Record):
     heldout: int | None = option(
         "Examples to hold out of each --data for validation.",
         min=0,
-        shown="a hundredth, up to 256, scored in a tenth of the time; blocks, align: a tenth of the windows",
+        shown="a hundredth, up to 256, as a tenth of the time allows; blocks, align: a tenth of the windows",
     )
     samples: int | None = option(SAMPLES, needs="align")
     seq_len: int | None = option(SEQ_LEN)
@@ -183,7 +183,7 @@ class RetrainOptions(Record):
         "sequential",
     )
     eval_every: int | None = option(
-        "Steps between validations; the state is saved with each.", min=1, shown="a tenth of all, or of the time"
+        "Steps between validations; the state is saved with each.", min=1, shown="a tenth of all; in short runs more"
     )
     write: Write = option(
         "Which weights become OUT. best: lowest held-out KL (with --distill-from), cross-entropy, or mixture of both;"
