@@ -201,8 +201,8 @@ def score_aligned(
     place = place_of_states(states, ranks)
     console.note(
         f"{len(models):,} models on {len(scored)} windows of {scored.shape[1]} tokens; changed ones are aligned on"
-        f" {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out), on {ranks.words};"
-        f" {human_bytes(states)} of states {located(place)}{' of each' if ranks.size > 1 else ''}"
+        f" {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out), on"
+        f" {ranks.words}; {human_bytes(states)} of states {located(place)}{' of each' if ranks.size > 1 else ''}"
     )
     warn_of_few(windows.train.numel(), aligned.blocks.config, console)
     ids = torch.from_numpy(scored)
