@@ -131,6 +131,7 @@ class Console:
             unit="B" if is_bytes else "",
             unit_scale=is_bytes,
             miniters=1,
+            smoothing=0.01,  # the time left goes by the average speed: steps between validations are faster
             file=_bar_stream(),
             leave=False,
             disable=not self.speaks,

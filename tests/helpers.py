@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.checkpoint.config import expected_tensors
 from ladderize.cli import main
-from ladderize.console import printable
+from ladderize.console import Console, printable
 from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
 from ladderize.families.registry import family_of
 from ladderize.files.records import Record
@@ -300,6 +301,34 @@ def invoke_well(*arguments: object) -> Outcome:
     outcome = invoke(*arguments)
     assert outcome.code == 0, outcome.stderr
     return outcome
+
+
+@dataclass
+class Bar:
+    """A progress that a command showed."""
+
+    description: str
+    total: int
+    steps: list[int] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+
+
+def record_bars(monkeypatch) -> list[Bar]:
+    """The progress that commands in this process show from now on."""
+    bars: list[Bar] = []
+
+    @contextlib.contextmanager
+    def recorded(self, description, total, *, done=0, is_bytes=False):
+        bars.append(bar := Bar(description, total, [done]))
+
+        def advance(steps=1, detail=""):
+            bar.steps.append(steps)
+            bar.details.append(detail)
+
+        yield advance
+
+    monkeypatch.setattr(Console, "progress", recorded)
+    return bars
 
 
 def one_sentence(outcome: Outcome) -> str:

@@ -29,6 +29,7 @@ from tests.helpers import (
     invoke_well,
     listing,
     one_sentence,
+    record_bars,
     refusal,
     save_llama,
     training_command,
@@ -143,6 +144,16 @@ def test_every_tensor_keeps_its_own_dtype(place, tmp_path, method, wide):
     for name, tensor in mixed.items():
         if name in changed or "norm" in name:
             assert torch.equal(tensor, exact[name].to(tensor.dtype)), name
+
+
+@pytest.mark.parametrize(("method", "counted"), [("align", [1, 7, 7, 7]), ("blocks", [])])
+def test_progress_counts_the_layers_in_front_and_what_is_held_out(pair, tmp_path, monkeypatch, method, counted):
+    bars = record_bars(monkeypatch)
+    aligned(pair, tmp_path / "out", "--method", method)
+    assert all(sum(bar.steps) == bar.total for bar in bars)
+    assert bars[0].steps[1] > 0  # of layer 0, which is as it was
+    assert bars[0].steps[1:] == counted or method == "blocks"
+    assert any("held-out windows" in bar.description for bar in bars)
 
 
 # ---- killed, and several processes ----

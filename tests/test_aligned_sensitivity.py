@@ -23,7 +23,7 @@ from ladderize.layout import Layout
 from ladderize.plan.measure import LayoutMeasurer
 from ladderize.plan.options import PlanModel
 from tests import warm
-from tests.helpers import SHAPE, fresh_rng, invoke, invoke_well, listing, one_sentence, save_llama
+from tests.helpers import SHAPE, fresh_rng, invoke, invoke_well, listing, one_sentence, record_bars, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
 SCORED, ALIGNED, HELD_OUT, TOKENS = 3, 12, 3, 16  # windows of so many tokens
@@ -114,6 +114,16 @@ def test_an_entry_is_what_convert_adapt_and_eval_give(model, ids, tmp_path, mode
     assert before.dense_nll == pytest.approx(document.dense_nll, rel=1e-5)  # the dense model has nothing to align
     assert all(one.nats != other.nats for one, other in zip(before.costs, document.costs, strict=True))
     assert before.aligned is None
+
+
+def test_how_much_to_align_on(model, ids, tmp_path, monkeypatch):
+    bars = record_bars(monkeypatch)
+    said = well_measured(model, ids, tmp_path / "s.json", "--align-samples", 2).stdout
+    assert f"aligned first, on 2 other windows of {TOKENS} tokens" in said
+    assert [sum(bar.steps) for bar in bars] == [bar.total for bar in bars]
+    assert bars[0].total == 7 * sum(range(1, LAYERS + 1)) + sum(range(LAYERS))  # layers aligned, and those in front
+    refused = measured(model, ids, tmp_path / "plain.json", "--align-samples", 2, align=())
+    assert one_sentence(refused).endswith("--align-samples has no effect without --align")
 
 
 def test_two_processes_share_the_models(model, ids, tmp_path):

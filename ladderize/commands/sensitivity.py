@@ -27,7 +27,7 @@ class SensitivityArguments:
     panels={
         DATA: "data samples seq_len seed",
         OUTPUT: "out overwrite json",
-        MEASUREMENT: "sync_tp_size mode align",
+        MEASUREMENT: "sync_tp_size mode align align_samples",
         MEMORY: "dtype device threads",
         MODELS: "revision",
     },

@@ -108,6 +108,9 @@ class SensitivityOptions:
         " work.",
         False,
     )
+    align_samples: int | None = option(
+        "Windows to align on.", min=1, shown="16,384 tokens, or four for each input of an MLP", needs="align"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ladderize.console import Console
+from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
 from ladderize.files.regular import resolved
@@ -32,8 +32,10 @@ class WorkFolder:
 
     COMMAND: str  # the command of ladderize that makes such work
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], *, main: bool = True) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, identity: Mapping[str, Any], *, main: bool = True, console: Console = SILENT
+    ) -> None:
+        self.folder, self.console = folder, console
         self.lock: int | None = None
         if main:
             try:
@@ -76,8 +78,12 @@ class WorkFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self.lock is not None and error is not None and self.folder.is_dir() and not self.has_work():
+            if self.lock is None or error is None or not self.folder.is_dir():
+                return
+            if not self.has_work():
                 self.remove()  # nothing was done that would be missed
+            elif isinstance(error, KeyboardInterrupt):
+                self.console.note(f"stopped; {self.folder} keeps what is done, and the same command goes on from there")
         finally:
             self._unlock()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.layout_scores import AlignedLayouts, layers_of, usual_batch
+from ladderize.adapt.layers.layout_scores import AlignedLayouts, passes_of, usual_batch
 from ladderize.adapt.layers.windows import split_windows
 from ladderize.blocks import Blocks, check_finite, compute_dtype, open_checkpoint, read_windows, window_nlls
 from ladderize.checkpoint.config import stored_dtype
@@ -94,7 +94,7 @@ class LayoutMeasurer:
                 self.tables[held_out][key] = self._score(layout, self.windows[held_out])
             else:  # aligning takes longer than scoring, and is done once
                 both = [*self.windows.values()]
-                with self.console.progress("aligning and measuring", layers_of([layout])) as advance:
+                with self.console.progress("aligning and measuring", passes_of([layout])) as advance:
                     nll = self.aligner(layout, torch.from_numpy(np.concatenate(both)), advance)
                 for name, part in zip(self.windows, np.split(nll, [len(both[0])]), strict=True):
                     self.tables[name][key] = part.tolist()

@@ -1,5 +1,7 @@
 """``adapt --align``: an alignment whose checkpoint stays beside OUT, and a retraining that starts there."""
 
+import json
+
 import pytest
 
 from ladderize.adapt.layers.options import start_tokens
@@ -84,6 +86,16 @@ def test_it_reads_as_many_tokens_as_the_training():
     asked = {None: 16_384, 1_000: 16_384, 64_000: 64_000, 300_000_000: 131_072}
     assert {budget: start_tokens(narrow, budget) for budget in asked} == asked
     assert start_tokens(narrow | {"intermediate_size": 14_336}, 30_000) == 4 * 14_336
+
+
+def test_it_reads_as_few_windows_as_it_is_told_to(place, tmp_path):
+    """A training that was begun belongs to them."""
+    said = stopped_before_the_end(place, tmp_path / "out", "--align", "--distill-from", place / "dense", "--samples", 3)
+    assert "aligning 4 layers on 144 tokens (3 windows of 48), 2 windows held out" in said
+    document = json.loads((tmp_path / "out-aligned" / "alignment.json").read_text())
+    assert document["data"]["samples"] == 3
+    other = one_sentence(aligned(place, tmp_path / "out", "--samples", 4))
+    assert "holds unfinished work of a run with another samples (3, now 4)" in other
 
 
 def test_what_is_refused(place, done, tmp_path):

@@ -1,5 +1,6 @@
 """Retraining that was killed, stopped or changed on the way goes on where it was."""
 
+import contextlib
 import math
 import random
 import signal
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ladderize.adapt.train import loop
 from ladderize.adapt.train.loop import Loop
 from ladderize.adapt.train.states import Scores, TrainingFolder, read_metrics
 from ladderize.adapt.train.training_model import HFTraining
@@ -68,22 +70,35 @@ def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
     assert not work.exists()
 
 
-def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
-    """It comes before a step after which validation is due."""
+@pytest.mark.parametrize(
+    ("kind", "method", "made", "saved", "validated"),
+    [
+        (Loop, "check", 3, 4, 1),  # in a step, after which validation is due
+        (Loop, "check", 5, 6, 2),  # in the last one
+        (Loop, "score", 4, 4, 1),  # in a validation
+        (TrainingFolder, "save", 4, 4, 2),
+    ],
+)
+def test_sigterm_ends_it_after_the_step_under_way(place, tmp_path, monkeypatch, kind, method, made, saved, validated):
+    """It comes when this method is called after so many steps. validated: so often after steps."""
+    original = getattr(kind, method)
 
-    def step(self, *given, original=Loop.step):
-        metrics = original(self, *given)
-        if self.progress.step == 3:
+    def signalled(self, *given):
+        progress = self.progress if isinstance(self, Loop) else given[0]
+        if progress.step == made:
             signal.raise_signal(signal.SIGTERM)
-        return metrics
+        return original(self, *given)
 
     more = ["--eval-every", 2]
     succeed(place, tmp_path / "whole", *more)
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "step", step)
+        patch.setattr(kind, method, signalled)
         outcome = adapt(place, tmp_path / "out", *more)
-    # the flag is looked at when a step begins
-    assert "stopped by a signal after step 4, which is saved" in one_sentence(outcome)
+    message = one_sentence(outcome)
+    assert f"stopped by a signal after step {saved}, which is saved" in message
+    assert "run the same command again to resume" in message
+    metrics = tmp_path / "out.ladderize-work" / "metrics.jsonl"
+    assert len(read_metrics(metrics, "heldout_perplexity")) == 1 + validated
     assert not (tmp_path / "out").exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     other = adapt(place, tmp_path / "out", "--weight-decay", "0.5")
@@ -113,13 +128,25 @@ def test_ctrl_c_says_what_happens_and_a_second_one_while_saving_loses_nothing(pl
         patch.setattr(HFTraining, "save", save)
         outcome = adapt(place, tmp_path / "out", *more)
     assert outcome.code == 130
-    assert outcome.stderr.strip().endswith("Interrupted.")
-    assert "Ctrl-C again stops at once" in capfd.readouterr().err
     work = tmp_path / "out.ladderize-work"
+    kept = f"stopped; {work} keeps what is done, and the same command goes on from there"
+    assert outcome.stderr.strip().splitlines()[-2:] == [kept, "Interrupted."]
+    assert "the same command goes on from there (Ctrl-C again stops at once)" in capfd.readouterr().err
     assert not list(work.glob("*.part"))
     assert [path.name for path in work.glob("step-*")] == ["step-00000002"]
     assert adapt(place, tmp_path / "out", *more).code == 0
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("launcher", [True, False])
+def test_a_launcher_passes_a_ctrl_c_on_to_ranks_that_had_it(monkeypatch, launcher):
+    monkeypatch.setattr(loop, "already_started", lambda: launcher)
+    interrupted = contextlib.nullcontext() if launcher else pytest.raises(KeyboardInterrupt)
+    with loop.stop_signals(announce=False) as stopped:
+        signal.raise_signal(signal.SIGINT)
+        with interrupted:
+            signal.raise_signal(signal.SIGINT)
+        assert stopped()
 
 
 def test_a_stream_beside_a_file_goes_on(place, tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "code", "expected"),
     [
-        (["--samples", "4"], 2, "--samples has no effect with --method full"),
+        (["--samples", "4"], 2, "--samples has no effect without --align"),
         (["--distill-weight", "1"], 2, "a --distill-weight above 0 have no effect without each other"),
         (["--method", "lora", "--lora-targets", "q_proj,lm_head"], 2, "--lora-targets must name some of q_proj, "),
         (["--seq-len", "65"], 1, "--seq-len 65 is more than the 64 positions"),

@@ -15,11 +15,12 @@ from torch.nn.functional import cross_entropy
 import ladderize
 from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.train.loop import Order
+from ladderize.adapt.train.options import RetrainOptions
 from ladderize.adapt.train.states import read_metrics
 from ladderize.adapt.train.training_model import BETAS, EPSILON
 from ladderize.blocks import open_checkpoint
-from tests.helpers import CLIPPED, all_tensors, changed_tensors, invoke, invoke_well
-from tests.train.commands import LENGTH, adapt, losses_of, perplexity_of, succeed
+from tests.helpers import CLIPPED, SHAPE, all_tensors, changed_tensors, invoke, invoke_well, record_bars
+from tests.train.commands import LENGTH, adapt, losses_of, perplexity_of, stopped_before_the_end, succeed
 
 
 def test_training_is_a_plain_loop(place, tmp_path):
@@ -104,6 +105,44 @@ def test_token_budget_and_document(place, tmp_path):
     perplexity = perplexity_of(tmp_path / "tokens", place / "eval.npy")
     assert document["heldout_perplexity"]["after"] == pytest.approx(perplexity, rel=1e-4)
     assert f"{document['tokens']:,} tokens" in (tmp_path / "tokens" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("steps", "given", "rows", "validations"),
+    [
+        (1, {}, 1, 1),
+        (10, {}, 3, 1),  # 80 rows are trained on, 8 scored, half of them more by the dense model
+        (30, {}, 9, 1),
+        (60, {}, 19, 1),
+        (200, {}, 16, 8),
+        (1000, {}, 69, 10),
+        (100_000, {}, 256, 200),
+        (30, {"eval_every": 3}, 2, 10),
+        (30, {"heldout": 300}, 256, 1),
+        (30_000, {"eval_data": ("eval.npy",)}, 256, 60),
+        (30, {"heldout": 300, "eval_every": 3}, 256, 10),
+    ],
+)
+def test_validation_takes_at_most_a_tenth_of_the_time(steps, given, rows, validations):
+    sizes = {"batch_size": 8, "seq_len": 256, "max_steps": steps, "device": "cpu"}
+    options = RetrainOptions(data=("ids.npy",), distill_from="dense", **sizes, **given)
+    resolved = options.resolve(SHAPE | {"model_type": "llama", "max_position_embeddings": 512}, 1)
+    assert resolved.validations(256) == (rows, validations)
+    if not given and rows > 1:
+        assert rows * (validations + 1.5) <= 0.1 * steps * 8
+    assert resolved.validations(0)[0] == 0
+
+
+def test_the_same_rows_are_scored_before_and_after(place, tmp_path, monkeypatch):
+    """Also by a longer run that goes on, and would score more."""
+    bars = record_bars(monkeypatch)
+    said = stopped_before_the_end(place, tmp_path / "out", steps=6, without=["--eval-data"])
+    assert "validating on 1 of 2 held-out rows" in said
+    assert [bar.total for bar in bars if bar.description == "validating"] == [1]
+    document = succeed(place, tmp_path / "out", steps=40, without=["--eval-data"])
+    assert document["heldout_perplexity"]["tokens"] == 2 * LENGTH - 2  # a row of two examples
+    # before and after the shorter run, and six of the seven times of the longer one
+    assert len(read_metrics(tmp_path / "out" / "metrics.jsonl", "heldout_perplexity")) == 2 + 6
 
 
 def test_a_tracker_is_told_what_metrics_jsonl_has(place, tmp_path, monkeypatch):

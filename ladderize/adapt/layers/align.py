@@ -94,11 +94,19 @@ def align(job: LayerJob, seed: int = 0, ridges: Sequence[float] = RIDGES) -> Non
     )
     warn_of_few(tokens, teacher.config, console)
     layers = aligned_layers(teacher, job.converted, job.dense_weights, student, streams, ridges, done=done, files=files)
-    with console.progress("aligning", len(student.layers), done=len(done)) as advance:
+    passes = layer_passes(student.layout, {*student.layers} - {*done})[: student.layers[-1] + 1]
+    with console.progress("aligning, passes over the windows", sum(passes)) as advance:
         for weights, report in layers:
             if report.projections and ranks.is_main:
                 files.save(report.layer, weights, report)
-            advance(1 if report.projections else 0)
+            advance(passes[report.layer], detail=f"{report.layer + 1} of {len(passes)} layers")
+
+
+def layer_passes(layout: Layout, solved: Collection[int]) -> list[int]:
+    """Return how often the windows pass through each layer: once while both models are one, else in three steps, and
+    once more for each of four groups of projections that are solved."""
+    first = layout.converted_layers[0]
+    return [7 if layer in solved else 3 if layer >= first else 1 for layer in range(layout.num_layers)]
 
 
 def warn_of_few(tokens: int, config: Mapping[str, Any], console: Console) -> None:

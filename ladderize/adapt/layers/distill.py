@@ -118,8 +118,10 @@ def distill(job: LayerJob, options: BlockwiseOptions) -> None:
         job.console.note(f"blocks {format_ranges(done)} are already done")
     mine = [layer for layer in student.layers if layer not in done][ranks.rank :: ranks.size]
     steps = options.epochs * math.ceil(len(windows.train) / batch_windows(windows.train))
-    with job.console.progress("distilling", len(mine) * steps) as advance:
+    passing = math.ceil(len(windows.all) / batch_windows(windows.all) / 3)  # without gradients and updates
+    with job.console.progress("distilling", len(mine) * steps + (max(mine, default=-1) + 1) * passing) as advance:
         for index, before, after in teacher_pass(teacher, windows.all, mine, student.layout, place):
+            advance(passing)
             if index in mine:
                 trainer = BlockTrainer(teacher, student, index, before, after, len(windows.train), options)
                 weights, report = trainer.train(advance)

@@ -13,12 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.layers.align import (
-    LayerReport,
-    aligned_layers,
-    warn_of_few,
-    with_random,
-)
+from ladderize.adapt.layers.align import LayerReport, aligned_layers, layer_passes, warn_of_few, with_random
 from ladderize.adapt.layers.align_layer import Streams, located, place_of_states, readers_of, states_bytes
 from ladderize.adapt.layers.layer_files import StudentBlocks
 from ladderize.adapt.layers.options import layers_to_align
@@ -149,7 +144,7 @@ class AlignedLayouts:
         """Return the summed negative log-likelihood of each window in nats: float64 [windows].
 
         scored: ids [windows, tokens].
-        advance: is called for each aligned layer.
+        advance: is called with the ``layer_passes`` of each layer.
         Raises UserError for a result that is NaN or infinite.
         """
         made: Iterator[tuple[dict[str, Tensor], LayerReport]] | None = None
@@ -157,12 +152,13 @@ class AlignedLayouts:
             streams = Streams(self.teacher, self.all_windows, self.ranks, readers_of(layout))
             student = StudentBlocks(layout, layers_to_align(layout), self.weights)
             made = aligned_layers(self.teacher, self.teacher, self.weights, student, streams)
+            passes = layer_passes(layout, student.layers)
 
         def layer_at(index: int) -> torch.nn.Module:
             weights: Mapping[str, Tensor] = self.weights(index)
             if made is not None:
-                weights, report = next(made)
-                advance(1 if report.projections else 0)
+                weights, _ = next(made)
+                advance(passes[index])
             loaded = {name: tensor.to(self.blocks.dtype) for name, tensor in weights.items()}
             return self.blocks.layer(index, layout, loaded)
 
@@ -171,8 +167,9 @@ class AlignedLayouts:
         return nll.numpy()
 
 
-def layers_of(layouts: Sequence[Layout]) -> int:
-    return sum(len(layers_to_align(layout)) for layout in layouts if not layout.is_dense)
+def passes_of(layouts: Sequence[Layout]) -> int:
+    """Return the sum of ``layer_passes`` of all layouts; a dense one has none."""
+    return sum(sum(layer_passes(layout, layers_to_align(layout))) for layout in layouts if not layout.is_dense)
 
 
 def score_aligned(
@@ -187,8 +184,8 @@ def score_aligned(
 ) -> np.ndarray:
     """Return the summed negative log-likelihood of each window under each layout, in nats: [windows, layouts].
 
-    Layouts with the fewest layers to align come first, so that ranks work on equally long ones side by side. All ranks
-    return the same.
+    Layouts with the least work come first, so that ranks work on equally long ones side by side. All ranks return the
+    same.
 
     known: rows of windows, by layout, that were measured before.
     keep: is given all rows after each round.
@@ -196,22 +193,22 @@ def score_aligned(
     """
     nlls, windows = dict(known), aligned.windows
     left = {str(layout): layout for layout in layouts if str(layout) not in nlls}
-    models = sorted(left.values(), key=lambda layout: layers_of([layout]))
+    models = sorted(left.values(), key=lambda layout: passes_of([layout]))
     if known:
         console.note(f"{len(known)} models were measured before")
     readers = max(map(readers_of, models), default=1)
     states = states_bytes(aligned.teacher, aligned.all_windows, aligned.ranks, readers)
     place = place_of_states(states, ranks)
     console.note(
-        f"{len(models):,} models on {len(scored)} windows of {scored.shape[1]} tokens: {layers_of(models):,} layers are"
-        f" aligned on {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out),"
-        f" on {ranks.words}; {human_bytes(states)} of states {located(place)}{' of each' if ranks.size > 1 else ''}"
+        f"{len(models):,} models on {len(scored)} windows of {scored.shape[1]} tokens; changed ones are aligned on"
+        f" {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out), on"
+        f" {ranks.words}; {human_bytes(states)} of states {located(place)}{' of each' if ranks.size > 1 else ''}"
     )
     warn_of_few(windows.train.numel(), aligned.blocks.config, console)
     ids = torch.from_numpy(scored)
-    with console.progress("sensitivity", layers_of(models)) as advance:
+    with console.progress("sensitivity, passes over the windows", passes_of(models)) as advance:
         for done in ranks.shared_out(models, lambda layout: (layout, aligned(layout, ids, advance).tolist())):
             nlls.update((str(layout), row) for layout, row in done)
-            advance(layers_of([layout for layout, _ in done[1:]]))  # rank 0 has counted its own
+            advance(passes_of([layout for layout, _ in done[1:]]))  # rank 0 has counted its own
             keep(nlls)
     return np.array([nlls[str(layout)] for layout in layouts]).T

@@ -10,6 +10,8 @@ import torch
 from ladderize.adapt.layers.layer_files import LayerWeights
 from ladderize.adapt.layers.options import TOKENS_PER_STEP
 from ladderize.blocks import Blocks, window_streams
+from ladderize.checkpoint.config import parameter_count
+from ladderize.console import SILENT, Console
 from ladderize.eval.results import Perplexity, perplexity_from_nlls
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
@@ -27,7 +29,7 @@ class Contender(NamedTuple):
 
 
 def heldout_measures(
-    contenders: Mapping[str, Contender], ids: torch.Tensor, ranks: Ranks
+    contenders: Mapping[str, Contender], ids: torch.Tensor, ranks: Ranks, console: Console = SILENT
 ) -> tuple[dict[str, Perplexity], dict[str, float]]:
     """Return the perplexity of held-out windows under each model, and the mean KL(first || model) in nats per token of
     all but the first, dense one.
@@ -40,23 +42,33 @@ def heldout_measures(
     batch_size = max(1, 2 * TOKENS_PER_STEP // ids.shape[1])
     batches = ids.split(batch_size)[ranks.rank :: ranks.size]
     dense, perplexities, divergences, reference = next(iter(contenders.values())).blocks, {}, {}, None
-    for name, contender in contenders.items():
-        blocks = contender.blocks
-        streams = window_streams(blocks, contender.layer, torch.cat(batches), batch_size=batch_size) if batches else []
-        nlls: list[torch.Tensor] = []
-        sums: list[torch.Tensor] = []
-        with torch.no_grad():
+    windows, head = sum(map(len, batches)), int(dense.config["vocab_size"]) * int(dense.config["hidden_size"])
+    logits = 1 + head * dense.num_layers // max(1, parameter_count(dense.config) - head)  # in layers of as many weights
+    work = len(contenders) * dense.num_layers + (3 * len(contenders) - 2) * logits  # a divergence takes them of both
+    with torch.no_grad(), console.progress("measuring held-out windows, by layer", windows * work) as advance:
+        for name, contender in contenders.items():
+            blocks = contender.blocks
+
+            def layer_at(index: int, contender: Contender = contender) -> torch.nn.Module:
+                advance(windows)
+                return contender.layer(index)
+
+            streams = window_streams(blocks, layer_at, torch.cat(batches), batch_size=batch_size) if batches else []
+            nlls: list[torch.Tensor] = []
+            sums: list[torch.Tensor] = []
             for number, batch in enumerate(batches):
                 stream = streams[number].to(blocks.device)
                 nlls.append(blocks.nll(stream, batch).cpu())
+                advance(logits * len(batch))
                 if reference is not None:
                     sums.append(blocks.divergence(dense, reference[number].to(blocks.device), stream).cpu())
-        nll, total = (in_order(ranks.gather(values)) for values in (nlls, sums))
-        perplexities[name] = perplexity_from_nlls(nll.numpy(), list(ids.numpy()))
-        if reference is None:
-            reference = streams
-        else:
-            divergences[name] = float(total.sum()) / ids[:, 1:].numel()
+                    advance(2 * logits * len(batch))
+            nll, total = (in_order(ranks.gather(values)) for values in (nlls, sums))
+            perplexities[name] = perplexity_from_nlls(nll.numpy(), list(ids.numpy()))
+            if reference is None:
+                reference = streams
+            else:
+                divergences[name] = float(total.sum()) / ids[:, 1:].numel()
     return perplexities, divergences
 
 

@@ -6,15 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ladderize.adapt.methods import COMPUTE_DTYPE, CONVERTED, TRAINING_SEED, TrainingDtype, Write, check_lr
-from ladderize.choices import (
-    DEVICE,
-    REVISION,
-    SEQ_LEN,
-    DeviceName,
-    check_options,
-    distinct_names,
-    option,
-)
+from ladderize.choices import DEVICE, REVISION, SEQ_LEN, DeviceName, Option, check_options, distinct_names, option
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import Layout, format_ranges, parse_ranges
 from ladderize.ranks.device import default_device
@@ -23,9 +15,11 @@ from ladderize.ranks.device import default_device
 PAPERS_LR, PAPERS_WIDTH = 5e-5, 4096
 TOKENS_PER_STEP = 2048  # the paper's: one sequence
 DEFAULT_SAMPLES, DEFAULT_HELDOUT = 1024, 64  # windows at most
-LEAST_TOKENS, TOKENS_PER_INPUT = 1 << 17, 4  # to align on, or so many per input of the widest projection
 HEADS, NEURONS = "heads", "neurons"  # of --assign
-SHORT = 1 << 14  # instead of LEAST_TOKENS where alignment is repeated, or as long as a short training
+# The size of an alignment by default: tokens, or so many per input of the widest projection; tokens where it is
+# repeated, or as long as a short training; and the windows held out.
+LEAST_TOKENS, TOKENS_PER_INPUT, SHORT, LEAST_WINDOWS_HELDOUT = 1 << 17, 4, 1 << 14, 8
+SAMPLES = Option("Windows to align on, or to train blocks on.", min=1, shown="131,072 tokens; blocks: up to 1024")
 
 
 @dataclass(frozen=True)
@@ -41,11 +35,9 @@ class WindowOptions:
     data: str = option(
         "json, jsonl, parquet, txt, npy, npz:array, or a folder or glob of one kind.", ..., metavar="FILE"
     )
-    samples: int | None = option(
-        "Windows to train on.", min=1, shown="what the data give, up to 1024; align: up to 131,072 tokens"
-    )
+    samples: int | None = option(SAMPLES)
     heldout: int | None = option(
-        "Windows to hold out for early stopping and for the table.", min=1, shown="a tenth, up to 64"
+        "Windows to hold out for early stopping and for the table.", min=1, shown="a tenth, up to 64; align: an eighth"
     )
     seq_len: int | None = option(SEQ_LEN)
     layers: str | None = None  # ranges; None: the method's default
@@ -70,20 +62,15 @@ class AlignOptions(WindowOptions):
     tokens: int | None = None
 
 
-def default_tokens(config: Mapping[str, Any]) -> int:
-    """Return the number of tokens to align on by default."""
-    return max(LEAST_TOKENS, TOKENS_PER_INPUT * widest_input(config))
-
-
-def short_tokens(config: Mapping[str, Any]) -> int:
-    """Return the number of tokens to align on where alignment is repeated often."""
-    return max(SHORT, TOKENS_PER_INPUT * widest_input(config))
+def default_tokens(config: Mapping[str, Any], *, short: bool = False) -> int:
+    """Return the number of tokens to align on by default, or where alignment is repeated often (``short``)."""
+    return max(SHORT if short else LEAST_TOKENS, TOKENS_PER_INPUT * widest_input(config))
 
 
 def start_tokens(config: Mapping[str, Any], budget: int | None) -> int:
-    """Return the number of tokens to align on before a training on ``budget`` tokens: as many, from ``short_tokens`` to
-    ``default_tokens`` (docs/results.md: what more tokens win stays after the training)."""
-    return min(default_tokens(config), max(short_tokens(config), budget or 0))
+    """Return the number of tokens to align on before a training on ``budget`` tokens: as many, from the short
+    to the long default (docs/results.md: what more tokens win stays after the training)."""
+    return min(default_tokens(config), max(default_tokens(config, short=True), budget or 0))
 
 
 def assign_tokens(config: Mapping[str, Any]) -> int:

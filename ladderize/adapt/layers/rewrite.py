@@ -100,7 +100,7 @@ class LayerTask:
         for source in (self.source, self.dense):
             output.check_target(Path(self.out), source.folder, overwrite=self.overwrite)
         with self.ranks.main_first():
-            return LayerFolder(folder, identity, main=self.ranks.is_main)
+            return LayerFolder(folder, identity, main=self.ranks.is_main, console=self.console)
 
     def written(self) -> LayersDocument | None:
         """Return the document of the earlier run that wrote OUT; None on other ranks than 0."""
@@ -214,8 +214,7 @@ def rewrite_layers(
         "before": Contender(converted, layout, before),
         "after": Contender(converted, layout, rewritten),
     }
-    with console.stage("measuring held-out perplexities"):
-        perplexity, divergence = heldout_measures(contenders, task.windows.heldout, ranks)
+    perplexity, divergence = heldout_measures(contenders, task.windows.heldout, ranks, console)
     if not ranks.is_main:
         return None
     key, kind = Path(FILES[task.method]).stem, LayerReport if task.method == ALIGN else BlockReport

@@ -8,12 +8,8 @@ import numpy as np
 import torch
 
 from ladderize import data
-from ladderize.adapt.layers.layout_scores import (
-    AlignedLayouts,
-    score_aligned,
-    score_layouts,
-)
-from ladderize.adapt.layers.options import short_tokens
+from ladderize.adapt.layers.layout_scores import AlignedLayouts, score_aligned, score_layouts
+from ladderize.adapt.layers.options import default_tokens
 from ladderize.adapt.layers.windows import split_windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.checkpoint.config import stored_dtype
@@ -101,11 +97,12 @@ def measure_sensitivity(
         console.note(f"{options.data} gives {len(scored)} windows, fewer than --samples {options.samples}")
     to_align = None
     if options.align:
-        to_align = split_windows(windows[options.samples :], None, None, short_tokens(checkpoint.config))
+        tokens = default_tokens(checkpoint.config, short=True)
+        to_align = split_windows(windows[options.samples :], options.align_samples, None, tokens)
     if options.align and to_align is None:
         raise UserError(
             f"{options.data} gives {len(windows)} windows of {windows.shape[1]} tokens, too few for {options.samples}"
-            " to score and others to align on; give more data, or lower --samples or --seq-len"
+            " to score and others to align on; give more data, or lower --samples, --align-samples or --seq-len"
         )
     aligned_on = to_align and AlignmentWindows(len(to_align.train), len(to_align.heldout), windows.shape[1])
     dtype = stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype

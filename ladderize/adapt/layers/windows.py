@@ -19,6 +19,7 @@ from ladderize.adapt.data.training_data import ROWS_AT_ONCE, drawn_numbers, usua
 from ladderize.adapt.layers.options import (
     DEFAULT_HELDOUT,
     DEFAULT_SAMPLES,
+    LEAST_WINDOWS_HELDOUT,
     AlignOptions,
     WindowOptions,
     default_tokens,
@@ -30,8 +31,6 @@ from ladderize.data import draw_windows, needs_tokenizer
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
 from ladderize.rows import tell_left_out
-
-LEAST_WINDOWS_HELDOUT = 8
 
 
 @dataclass(frozen=True)

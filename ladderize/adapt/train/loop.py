@@ -15,7 +15,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -34,12 +34,14 @@ from ladderize.boundary import handled
 from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.memory import peak_bytes
+from ladderize.ranks.environment import already_started
 from ladderize.runtime.training.batch import Batch
 
-HEARD = b"\nstopping after the step under way, whose state is then saved (Ctrl-C again stops at once)\n"
+HEARD = b"\nstopping after the step under way; the same command goes on from there (Ctrl-C again stops at once)\n"
 FEW_SCORED = 0.05  # the share of scored tokens below which a warning is given
 RECENT, EXPLOSIONS = 50, 3  # earlier steps to compare a loss with; so many losses in a row far above them end the run
 HUGE = 1e30
+PASSED_ON_S = 1.0  # within which a launcher passes a signal on
 HostBatch = Mapping[str, Tensor]  # of ``collate``
 
 
@@ -53,18 +55,24 @@ def stop_signals(*, announce: bool) -> Iterator[Callable[[], bool]]:
 
     announce: say on stderr that the signal was understood.
     """
-    received: list[int] = []
+    received: list[float] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        if received and number == signal.SIGINT:
+        received.append(time.monotonic())
+        # torchrun passes a Ctrl-C on to ranks that had it from the terminal
+        is_passed_on = already_started() and received[-1] < received[0] + PASSED_ON_S
+        if len(received) > 1 and number == signal.SIGINT and not is_passed_on:
             raise KeyboardInterrupt
-        received.append(number)
         if announce and len(received) == 1:
             os.write(2, HEARD)  # a handler may have interrupted a print, so it must not print itself
 
     left = multiprocessing.parent_process() is not None and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     with handled(note, signal.SIGTERM, *([] if left else [signal.SIGINT])):
         yield lambda: bool(received)
+
+
+class StopRequested(Exception):
+    """Raised on all ranks where a signal came during a validation."""
 
 
 class Order(Sampler[int]):
@@ -131,6 +139,7 @@ class Loop:
         self.folder, self.console, self.stored = folder, console, stored
         self.accelerator = model.accelerator
         self.progress = Progress()
+        self.signalled: Callable[[], bool] = lambda: False
         self.asked_to_stop = False
 
     def run(self) -> Progress:
@@ -139,20 +148,27 @@ class Loop:
         Raises UserError where the loss is NaN or infinite or explodes, and, after saving, on SIGTERM or Ctrl-C.
         """
         progress, options = self.progress, self.options
+        held_out = len(self.heldout)
+        rows, times = options.validations(held_out)
+        progress.heldout_rows = progress.heldout_rows or rows  # those that an earlier run has scored
+        self.heldout = [self.heldout[k] for k in np.linspace(0, held_out - 1, progress.heldout_rows, dtype=int)]
+        if self.heldout:
+            self.console.note(f"validating on {len(self.heldout)} of {held_out} held-out rows")
         if progress.step == 0 and self.heldout:
             self.validate_first()
         total, unit = (options.max_steps, "steps") if options.max_steps else (options.max_tokens or 1, "tokens")
         batches = micro_batches(self.rows, options, self.model, progress.step * options.batch_size)
         begun, done = progress.step, progress.step if options.max_steps else min(progress.tokens, total)
-        if progress.unscored:
-            self.validate_step()
         with (
-            stop_signals(announce=self.console.speaks) as stopped,
+            stop_signals(announce=self.console.speaks) as self.signalled,
             self.console.progress(unit, total, done=done) as advance,
         ):
-            while (spent := options.share(progress.step, progress.tokens)) < 1:
+            if progress.unscored:
+                self.validate_step()
+            while (spent := options.share(progress.step, progress.tokens)) < 1 and not self.asked_to_stop:
                 before = progress.tokens
-                metrics = self.step(batches, spent, stopped)
+                metrics = self.step(batches, spent)
+                self.listen()
                 self.write(metrics)
                 if progress.step == begun + 1 and progress.scored < FEW_SCORED * progress.tokens:
                     self.console.warn(
@@ -162,28 +178,32 @@ class Loop:
                 loss = f"loss ({options.objective.label}) {metrics['loss']:.4f}"
                 detail = f"step {progress.step}, {loss}, {metrics['tokens_per_s']:,.0f} tokens/s"
                 advance(1 if options.max_steps else progress.tokens - before, detail=detail)
-                is_last = options.share(progress.step, progress.tokens) == 1
-                asked_to_stop = self.asked_to_stop and not is_last
-                is_due = progress.step % options.eval_every == 0 or is_last
-                if is_due or asked_to_stop:
-                    progress.unscored = is_due and bool(self.heldout)
-                    if progress.unscored and not asked_to_stop:
-                        advance(0, detail=f"{detail}, validating")
-                        self.validate_step()
+                share = options.share(progress.step, progress.tokens)
+                every, passed = options.eval_every, int(share * times) > int(spent * times)
+                is_due = share == 1 or (progress.step % every == 0 if every else passed)
+                progress.unscored = is_due and bool(self.heldout)
+                if progress.unscored and not self.asked_to_stop:
+                    self.validate_step()
+                if is_due or self.asked_to_stop:
                     advance(0, detail=f"{detail}, saving")
                     self.folder.save(progress, self.model)
-                if asked_to_stop:
-                    raise UserError(
-                        f"stopped by a signal after step {progress.step}, which is saved in {self.folder.folder}; run"
-                        " the same command again to resume"
-                    )
+                    self.listen()
+        if self.asked_to_stop:
+            raise UserError(
+                f"stopped by a signal after step {progress.step}, which is saved in {self.folder.folder}; run the same"
+                " command again to resume"
+            )
         return progress
 
-    def step(self, batches: Iterator[HostBatch], spent: float, stopped: Callable[[], bool]) -> dict[str, float]:
+    def listen(self) -> None:
+        """Note whether a signal asked any rank to stop. All ranks call it."""
+        signalled = torch.tensor([float(self.signalled())], device=self.accelerator.device)
+        self.asked_to_stop = bool(self.model.sum(signalled) > 0)
+
+    def step(self, batches: Iterator[HostBatch], spent: float) -> dict[str, float]:
         """Make one update and return its metrics.
 
         spent: the share of the budget spent before.
-        stopped: returns whether a signal asked to stop.
         Raises UserError as ``check`` does.
         """
         options, model, progress, accelerator = self.options, self.model, self.progress, self.accelerator
@@ -197,8 +217,7 @@ class Loop:
         # scored targets, and all that are not padding
         counts = [[(micro["targets"] >= least).sum() for least in (0, IGNORED_TARGET)] for micro in micros]
         scored, tokens = model.sum(torch.tensor(counts, dtype=torch.float64).sum(0).to(accelerator.device))
-        sums = torch.zeros(3, device=accelerator.device, dtype=torch.float64)
-        sums[2] = stopped()
+        sums = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
         for micro in micros:
             batch = Batch.of(micro, accelerator.device)
             with accelerator.accumulate(model.student):
@@ -207,11 +226,11 @@ class Loop:
                 # the step's tokens.
                 scale = model.data_size * len(micros)
                 accelerator.backward((options.objective.total(*losses / scored) * scale).float())
-            sums[:2] += losses.detach()
+            sums += losses.detach()
         length = model.clip(options.max_grad_norm).double().to(sums.device)
-        # The only place in a step where the host waits for the device.
+        # The only place in a step's computation where the host waits for the device.
         together = torch.cat((model.sum(sums), length.reshape(1), scored[None], tokens[None]))
-        entropy, divergence, stop, norm, scored, tokens = together.tolist()
+        entropy, divergence, norm, scored, tokens = together.tolist()
         entropy, divergence = entropy / scored, divergence / scored
         loss = options.objective.total(entropy, divergence)
         is_bad = not (math.isfinite(loss) and math.isfinite(norm))
@@ -227,7 +246,6 @@ class Loop:
         progress.scored += round(scored)
         progress.seconds += seconds
         progress.recent = [*progress.recent, loss][-RECENT:]
-        self.asked_to_stop = stop > 0
         values = {"step": progress.step, "loss": loss, "cross_entropy": entropy}
         if options.objective.distill_weight:
             values["divergence"] = divergence
@@ -278,11 +296,13 @@ class Loop:
         self.console.note(f"before training: {progress.before.text(self.options.objective)}{target}")
 
     def validate_step(self) -> None:
-        """Score the held-out rows after a step."""
+        """Score the held-out rows after a step, unless a signal comes."""
         progress = self.progress
-        text = self.validate(lambda rows: None).text(self.options.objective)
-        progress.unscored = False
-        self.console.note(f"step {progress.step}: {text} after {progress.tokens:,} tokens")
+        with suppress(StopRequested):
+            with self.console.progress("validating", len(self.heldout)) as advance:
+                text = self.validate(advance).text(self.options.objective)
+            progress.unscored = False
+            self.console.note(f"step {progress.step}: {text} after {progress.tokens:,} tokens")
 
     def validate(self, advance: Callable[[int], None]) -> Scores:
         """Score the held-out rows with the weights as OUT would hold them, record the scores, and keep the best
@@ -330,6 +350,9 @@ class Loop:
             begin = start + model.data_rank * size
             yield Batch.of(collate(self.heldout[begin : begin + size]), self.accelerator.device)
             advance(min(len(self.heldout) - start, size * model.data_size))
+            self.listen()
+            if self.asked_to_stop:
+                raise StopRequested
 
     # ---- what is said ----
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ladderize.adapt.data_files import check_sources, data_files, hub_dataset, split_weight
+from ladderize.adapt.layers.options import SAMPLES
 from ladderize.adapt.lora import LORA_TARGETS
 from ladderize.adapt.methods import (
     COMPUTE_DTYPE,
@@ -43,7 +44,9 @@ MICRO_BATCH_TOKENS = 8192
 MOST_TOKENS = 10**18  # more than any data have
 # A run that resumes must have these in common with the one before. Others may change, as after the loss exploded.
 LORA_FIELDS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
-FIXED = ["method", "train", "heldout", "seq_len", "batch_size", "weight_decay", "seed", "distill_weight", *LORA_FIELDS]
+FIXED = ("method", "train", "samples", "heldout", "seq_len", "batch_size", "weight_decay", "seed", "distill_weight")
+# the share of the time for validation; with fewer tokens in each one there are fewer validations instead
+VALIDATION_SHARE, ENOUGH_SCORED = 0.1, 4096
 RateSchedule = Literal["cosine", "linear", "constant"]
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -129,8 +132,9 @@ class RetrainOptions(Record):
     heldout: int | None = option(
         "Examples to hold out of each --data for validation.",
         min=0,
-        shown="a hundredth, up to 256; blocks, align: a tenth of the windows",
+        shown="a hundredth, up to 256, as a tenth of the time allows; blocks, align: a tenth of the windows",
     )
+    samples: int | None = option(SAMPLES, needs="align")
     seq_len: int | None = option(SEQ_LEN)
     max_tokens: int | None = option(
         "How many tokens to train on, such as 20M or 3B; padding is not counted.",
@@ -180,7 +184,7 @@ class RetrainOptions(Record):
         "sequential",
     )
     eval_every: int | None = option(
-        "Steps between validations; training's state is saved with each.", min=1, shown="a tenth of all, at most 500"
+        "Steps between validations; the state is saved with each.", min=1, shown="a tenth of all; in short runs more"
     )
     write: Write = option(
         "Which weights become OUT. best: lowest held-out KL (with --distill-from), cross-entropy, or mixture of both;"
@@ -297,7 +301,6 @@ class RetrainOptions(Record):
             "lora_targets": self.lora_targets or LORA_TARGETS,
             "lr": self.lr if self.lr is not None else peak,
             "warmup_steps": self.warmup_steps if self.warmup_steps is not None else warmup,
-            "eval_every": self.eval_every or max(1, min(500, steps // 10)),
         }
         return TrainOptions(**{**vars(self), **resolved})
 
@@ -313,7 +316,6 @@ class TrainOptions(RetrainOptions):
     lora_targets: tuple[str, ...]
     lr: float
     warmup_steps: int
-    eval_every: int
 
     def rate(self, step: int, share: float) -> float:
         """Return the learning rate of step ``step`` (from 0): linear warm-up, then as ``lr_schedule`` says.
@@ -325,12 +327,30 @@ class TrainOptions(RetrainOptions):
         return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1)) * decay[self.lr_schedule]
 
     @property
+    def steps(self) -> int:
+        """The number of steps; with ``max_tokens`` at least, since rows have padding."""
+        return self.max_steps or math.ceil((self.max_tokens or 1) / (self.batch_size * self.seq_len))
+
+    @property
     def in_words(self) -> str:
         """The length of the training and the size of its steps."""
-        steps = self.max_steps or math.ceil((self.max_tokens or 1) / (self.batch_size * self.seq_len))
         about = "about " if self.max_tokens else ""
         rows = f"{self.batch_size} rows of {self.seq_len} tokens, {self.micro_batch_size} at once"
-        return f"{about}{steps:,} steps of {rows}"
+        return f"{about}{self.steps:,} steps of {rows}"
+
+    def validations(self, rows: int) -> tuple[int, int]:
+        """Return how many of the held-out ``rows`` are scored, and how often after steps.
+
+        What was not asked for takes at most a tenth of the time, if a row is scored as slowly as it is trained on.
+        """
+        is_asked = self.heldout is not None or bool(self.eval_data)
+        before = 1.5 if self.distill_from else 1.0  # validations before the first step: the dense model's, too
+        affordable = VALIDATION_SHARE * self.steps * self.batch_size
+        times = self.steps // (self.eval_every or max(1, min(500, self.steps // 10)))
+        if not self.eval_every:
+            fewest = rows if is_asked else min(rows, ENOUGH_SCORED // self.seq_len)
+            times = max(1, min(times, int(affordable / max(1, fewest) - before)))
+        return (rows if is_asked else min(rows, max(1, int(affordable / (times + before))))), times
 
     def share(self, step: int, tokens: int) -> float:
         """Return the share of the training that is done, 0 to 1, after ``step`` steps that read ``tokens`` tokens."""

@@ -126,6 +126,7 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
         console.note(f"aligning first; the result stays in {beside}")
         asked = AlignOptions(
             split_weight(options.data[0])[0],
+            samples=options.samples,
             seq_len=options.seq_len,
             tokens=start_tokens(checkpoint.config, options.max_tokens),
             seed=options.seed,
@@ -245,7 +246,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
             f" {options.batch_size}; give more data or lower --batch-size"
         )
     with ranks.main_first():
-        work = TrainingFolder(folder, identity, main=ranks.is_main)
+        work = TrainingFolder(folder, identity, main=ranks.is_main, console=console)
     if not folder.is_dir():
         raise UserError(f"{folder} is visible to the main process only; name an OUT that all machines can see")
     with work:

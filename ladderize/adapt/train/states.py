@@ -62,7 +62,8 @@ class Progress(Record):
     before, best, last: scores before the first step, at the best validation by the criterion, and at the last one.
     dense_perplexity: the teacher's, on the same rows.
     kept_step: the best step whose weights were saved.
-    unscored: True where a signal came before the validation of this step, which the next run then makes.
+    heldout_rows: scored at each validation; 0: not decided yet.
+    unscored: True where a signal came before the validation of this step was done, which the next run then makes.
     recent: losses of the last steps.
     metrics_bytes: the length of metrics.jsonl.
     """
@@ -76,6 +77,7 @@ class Progress(Record):
     last: Scores | None = None
     dense_perplexity: float | None = None
     kept_step: int | None = None
+    heldout_rows: int = 0
     unscored: bool = False
     recent: list[float] = field(default_factory=list)
     metrics_bytes: int = 0

@@ -11,7 +11,7 @@ from ladderize.adapt.data.sources import source_identity
 from ladderize.adapt.lora import lora_config
 from ladderize.adapt.methods import CONVERTED, LORA
 from ladderize.adapt.teacher import check_pair
-from ladderize.adapt.train.options import FIXED, RetrainOptions, TrainOptions
+from ladderize.adapt.train.options import FIXED, LORA_FIELDS, RetrainOptions, TrainOptions
 from ladderize.adapt.train.student import trained_tensors
 from ladderize.blocks import compute_dtype, open_checkpoint
 from ladderize.checkpoint.config import stored_dtype
@@ -176,5 +176,5 @@ def run_identity(task: Task) -> dict[str, Any]:
         "processes": task.launch.processes,
         "tp_size": task.options.tp_size,
         "teacher_cache": task.options.teacher_cache is not None,
-        **{name: options[name] for name in FIXED},
+        **{name: options[name] for name in (*FIXED, *LORA_FIELDS)},
     }
