@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from ladderize.choices import AS_JSON, argument, option
 from ladderize.commands.builder import MEMORY, MODELS, OUTPUT, GivenOptions, command
@@ -30,7 +29,6 @@ class GenerateArguments:
     num_samples: int | None = option("Texts, or the most rows to answer.", min=1, shown="all rows of --prompt-file")
     out: Path | None = option("The .jsonl file to write, for adapt --data.", metavar="FILE")
     batch_size: int = option("With --out: texts at a time. The KV cache grows with it.", DEFAULT_TEXTS_AT_A_TIME, min=1)
-    engine: Literal["runtime", "vllm"] = option("Compute --out on ladderize's own ranks, or in vLLM.", "runtime")
     as_json: bool = option(AS_JSON, False)
 
 
@@ -40,7 +38,7 @@ class GenerateArguments:
     GenerateArguments,
     panels={
         "Prompts": "prompt chat",
-        "Training data (--prompt-file or --from-bos)": "prompt_file from_bos num_samples out batch_size engine",
+        "Training data (--prompt-file or --from-bos)": "prompt_file from_bos num_samples out batch_size",
         "Sampling": "max_new_tokens temperature top_k top_p seed ignore_eos",
         MODELS: "revision",
         MEMORY: "tp_size backend dtype device threads",
@@ -54,19 +52,14 @@ def generate(given: GivenOptions) -> None:
     _check_mode(arguments)
     if arguments.prompt:
         given.refuse({"batch_size"}, "with --prompt, whose texts are answered together")
-    if arguments.engine == "vllm":
-        given.refuse({"backend", "device", "threads"}, "with --engine vllm")
     untold = {"temperature": 1.0} if arguments.out is not None and given.params["temperature"] is None else {}
     sampling = given.fill(Sampling, **untold)
     console = Console(arguments.as_json)
-    in_vllm = arguments.engine == "vllm"
     with loading(given, console):
-        start_server(1 if in_vllm else given.params["tp_size"])
+        start_server(given.params["tp_size"])
         device = compute_options(given.params["device"], given.params["threads"])
-        from ladderize.runtime.generate import answer_on_runtime
         from ladderize.runtime.generate import generate as generate_texts
         from ladderize.runtime.generate_file import generate_file
-        from ladderize.vllm.generate import answer_in_vllm
     options = given.fill(GenerateOptions, sampling=sampling, device=device)
     document: Record | None
     if arguments.out is None:
@@ -79,7 +72,6 @@ def generate(given: GivenOptions) -> None:
             options,
             samples=arguments.num_samples,
             batch_size=arguments.batch_size,
-            engine=answer_in_vllm if in_vllm else answer_on_runtime,
             console=console,
         )
     if document is not None:  # None on other ranks than 0
@@ -95,5 +87,5 @@ def _check_mode(arguments: GenerateArguments) -> None:
         )
     if bool(arguments.prompt) == bool(arguments.out):
         raise UsageError("--prompt-file and --from-bos need --out FILE, the .jsonl file to write; --prompt has none")
-    if arguments.prompt and (arguments.num_samples or arguments.engine == "vllm"):
-        raise UsageError("--num-samples and --engine vllm are for --prompt-file and --from-bos; leave them out")
+    if arguments.prompt and arguments.num_samples:
+        raise UsageError("--num-samples is for --prompt-file and --from-bos; leave it out")

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +41,6 @@ from ladderize.runtime.generate import (
     prompt_ids,
     tokenizer_of,
 )
-from ladderize.runtime.launch import Report
 from ladderize.runtime.sampling import DEFAULT_TEXTS_AT_A_TIME, GenerateOptions, Sampling
 from ladderize.runtime.spec import ModelSpec
 
@@ -49,7 +48,6 @@ PROMPT_FORMATS = Formats(
     {name: (name,) for name in ("messages", "conversations", "prompt", "text")},
     "messages, conversations, prompt or text",
 )
-Engine = Callable[[GenerateTask, int, Report, Console], object]  # see ``answer_on_runtime``
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,6 @@ def generate_file(
     *,
     samples: int | None = None,
     batch_size: int = DEFAULT_TEXTS_AT_A_TIME,
-    engine: Engine = answer_on_runtime,
     console: Console = SILENT,
 ) -> GenerateFileDocument | None:
     """Write a line to ``out`` for each row of ``prompt_file``, or ``samples`` texts from BOS; see docs/files.md.
@@ -87,7 +84,6 @@ def generate_file(
     options: by default sampled at temperature 1.
     samples: the number of texts; of a file, the most rows that are read; None: all.
     batch_size: texts at a time; the KV cache grows with it.
-    engine: answers the prompts.
     """
     options = options or GenerateOptions(sampling=Sampling(temperature=1.0))
     if prompt_file is None and samples is None:
@@ -102,8 +98,6 @@ def generate_file(
         check_writable(out)
         if out.exists():
             raise UserError(f"--out {out} already exists; choose another name, or delete it")
-    if engine is not answer_on_runtime and already_started():
-        raise UserError("vLLM starts its own ranks; leave the launcher out")
     spec = check_generate(str(model), options)
     assert spec.folder is not None
     asked: list[Asked] = []
@@ -116,7 +110,7 @@ def generate_file(
         with console.stage(f"reading {prompt_file}"):
             asked, prompts = read_prompts(Path(prompt_file), samples, spec, tokenizer, options, console)
     task = GenerateTask(spec, options, end_ids(spec, options), prompts, min(batch_size, len(prompts)))
-    digest = _digest(task, prompt_file, "runtime" if engine is answer_on_runtime else "vllm")
+    digest = _digest(task, prompt_file)
     with closing(LineWriter(out, digest, len(prompts))) if is_main_rank() else nullcontext() as lines:
         done = lines.lines if lines is not None else 0
         with console.progress("generating", len(prompts), done=done) as advance:
@@ -130,7 +124,7 @@ def generate_file(
                 advance(len(rows))
 
             if done < len(prompts) or already_started():  # with a launcher, other ranks wait for ``done``
-                engine(task, done, ignore if lines is None else write, console)
+                answer_on_runtime(task, done, ignore if lines is None else write, console)
         if lines is None:
             return None
         lines.finish()
@@ -220,7 +214,7 @@ def _asked(row: Row, chat: bool) -> Asked | None:
 # ---- the file ----
 
 
-def _digest(task: GenerateTask, prompt_file: str | Path | None, engine: str) -> str:
+def _digest(task: GenerateTask, prompt_file: str | Path | None) -> str:
     """Return a hash of all that decides a line. The number of ranks and the size of a batch change rounding only."""
     spec, options = task.spec, task.options
     assert spec.folder is not None
@@ -229,7 +223,6 @@ def _digest(task: GenerateTask, prompt_file: str | Path | None, engine: str) -> 
         "tokenizer": tokenizer_hash(spec.folder),  # with the chat template
         "layout": spec.layout.to_config(),
         "dtype": spec.dtype,
-        "engine": engine,
         "prompts": task.prompts[0] if prompt_file is None else file_sha256(str(prompt_file)),
         "chat": options.chat,
         "eos": list(task.eos),
