@@ -185,7 +185,10 @@ def read_device(text: str) -> DeviceSpec:
     if text in devices:
         return devices[text]
     if not names_a_file(text):
-        raise UserError(f"--hardware {text} is neither one of {', '.join(devices)} nor a file; name one of them")
+        raise UserError(
+            f"--hardware {text} is neither one of {', '.join(devices)} nor a file; name one of them, or write its data"
+            " sheet's figures into a file as examples/hardware/my-card.yaml"
+        )
     where = f"{text}: device"
     device = DeviceSpec.from_dict(_completed(read_section(Path(text), "device", "--hardware"), devices, where), where)
     device.check(where)
