@@ -35,7 +35,10 @@ def estimate(task: Task) -> dict[str, Any]:
     vocab, hidden, inner = (int(config[key]) for key in ("vocab_size", "hidden_size", "intermediate_size"))
     compute, parameters, trained = task.compute.itemsize, parameter_count(config), trained_numbers(task)
     frozen = parameters if task.is_lora else parameters - trained
-    ranks = task.launch.processes if task.launch.sharded else options.tp_size
+    is_sharded = task.launch.sharded
+    ranks = task.launch.processes if is_sharded else options.tp_size
+    # what is frozen is held once for both, but for what an alignment changes
+    of_teacher = parameters if is_sharded or (task.is_lora and options.align) else parameters - frozen
     # of a token: what a layer keeps for its backward pass, as if in float32; and its logits, with their gradient
     layer = FP32 * (12 * hidden + 4 * inner // options.tp_size)
     kept = layers * FP32 * hidden + layer if options.gradient_checkpointing else layers * layer
@@ -44,7 +47,7 @@ def estimate(task: Task) -> dict[str, Any]:
         "weights": (trained * (FP32 + compute * (compute < FP32)) + frozen * compute) // ranks,
         "gradients": trained * FP32 // ranks,
         "moments": 2 * trained * FP32 // ranks,
-        "teacher": parameters * compute // ranks * task.loads_teacher,
+        "teacher": of_teacher * compute // ranks * task.loads_teacher,
         "activations": options.micro_batch_size * options.seq_len * (kept + logits),
         "other": OTHER_BYTES,
     }
