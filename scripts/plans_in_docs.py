@@ -22,11 +22,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```console\n(\$ ladderize (?:plan|adapt) (?:.*\\\n)*.*\n)(?:.*\n)*?```$", re.MULTILINE)
 WIDTH = 100
-CASES = re.compile(r"(<!-- cases: scripts/plans_in_docs.py -->\n).*?(<!-- measured -->)", re.DOTALL)
+CASES = re.compile(r"(<!-- cases: scripts/plans_in_docs.py -->\n).*?(<!-- end of cases -->)", re.DOTALL)
 WORKED = {  # whose answers are predicted for one text at a time, and for 16
     "Llama 70B on one machine of 8 H100": "--shape 70b --hardware h100-sxm --tp-size 8",
     "Llama 70B on two such machines, InfiniBand": (
         "--shape 70b --hardware h100-sxm --tp-size 16 --outer-link nccl_two_nodes_ib_ndr"
+    ),
+    "Llama 405B, which needs these two": (
+        "--shape 405b --hardware h100-sxm --tp-size 16 --outer-link nccl_two_nodes_ib_ndr"
     ),
     "Qwen3 32B on 4 RTX 4090 (PCIe)": "--shape qwen3-32b --hardware rtx-4090 --tp-size 4",
     "Qwen3 32B on 8 RTX 3090 (PCIe)": "--shape qwen3-32b --hardware rtx-3090 --tp-size 8",
@@ -77,12 +80,16 @@ def _wrapped(line: str) -> list[str]:
 
 def cases() -> str:
     """The lines of the table of worked cases."""
-    lines = ["| you have | dense waits | one text at a time | 16 at a time | ask `plan` |", "|---|---|---|---|---|"]
+    lines = [
+        "| you have | dense, tokens/s (waiting) | one text at a time | 16 texts at a time | ask `plan` |",
+        "|---|---|---|---|---|",
+    ]
     for case, arguments in WORKED.items():
         document = json.loads(printed(f"$ ladderize plan {arguments} --batch-size 1,16 --json"))
-        waits = ", ".join(f"{row['waiting_share']:.0%}" for row in document["rows"] if row["name"] == "dense")
+        dense = [row for row in document["rows"] if row["name"] == "dense"]
+        speeds = "; ".join(f"{row['tokens_per_s']:,.0f} ({row['waiting_share']:.0%})" for row in dense)
         answers = " | ".join(verdict["sentence"] for verdict in document["verdicts"])
-        lines.append(f"| {case} | {waits} | {answers} | `{arguments}` |")
+        lines.append(f"| {case} | {speeds} | {answers} | `{arguments}` |")
     return "".join(f"{line}\n" for line in lines)
 
 

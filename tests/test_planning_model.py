@@ -214,7 +214,12 @@ class HandMachine:
 
     @property
     def exact(self):
-        return {row.name: row for row in planned_rows(self.serving, {}) if row.kind == "exact"}
+        """All of these ranks, or replicas of them."""
+        return {name: row for name, row in self.planned.items() if row.kind == "exact" and not name.endswith(" ranks")}
+
+    @property
+    def planned(self):
+        return {row.name: row for row in planned_rows(self.serving, {})}
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -239,6 +244,17 @@ def test_replicas_by_hand(ranks):
         assert (name in hand.exact) is fits
     hand.change(memory_gib=None, batch_size=1)
     assert hand.exact == {}
+
+
+def test_fewer_ranks_by_hand():
+    """Where they are faster than all of them, one replica with the whole batch is a row; the others idle."""
+    hand = HandMachine(8, 1)
+    times = {ranks: hand.ms(ranks, 1)[2] for ranks in (1, 2, 4, 8)}
+    faster = [f"{ranks} of 8 ranks" for ranks in (4, 2, 1) if times[ranks] < times[8]]
+    rows = hand.planned
+    assert [name for name in rows if name.endswith(" ranks")] == faster
+    for name in faster:
+        assert rows[name].speedup == pytest.approx(times[8] / times[int(name[0])])
 
 
 def test_a_fused_norm_by_hand():

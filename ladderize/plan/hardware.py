@@ -155,8 +155,8 @@ def known_engines() -> dict[str, EngineFacts]:
     return {name: EngineFacts.from_dict({"name": name, **row}, f"{ENGINE_TABLE}: {name}") for name, row in rows.items()}
 
 
-def own_links(device: DeviceSpec, engine: EngineFacts, ranks: int) -> tuple[Interconnect, ...]:
-    """Return the links over the device's own wires that the engine's kernels have with so many ranks.
+def own_links(device: DeviceSpec, engine: EngineFacts) -> tuple[Interconnect, ...]:
+    """Return the links over the device's own wires that the engine's kernels have.
 
     Of each kernel it is the one that was timed over the most similar wires. None where the wires are unknown.
     """
@@ -166,10 +166,13 @@ def own_links(device: DeviceSpec, engine: EngineFacts, ranks: int) -> tuple[Inte
     links: dict[str, Interconnect] = {}
     for link in known_interconnects().values():
         kernel = str(link.kernel)
-        fits = ranks <= kernels.get(kernel, 0) and (device.multimem or kernel != "multimem")
-        if link.medium == device.medium and fits:
+        is_there = kernel in kernels and (device.multimem or kernel != "multimem")
+        if link.medium == device.medium and is_there:
             links[kernel] = min(links.get(kernel, link), link, key=partial(_unlikeness, device.wire_gb_s))
-    return tuple(link.over_wires(device.wire_gb_s) for link in links.values())
+    return tuple(
+        dataclasses.replace(link.over_wires(device.wire_gb_s), most_ranks=kernels[kernel])
+        for kernel, link in links.items()
+    )
 
 
 def _unlikeness(wire_gb_s: float, link: Interconnect) -> float:

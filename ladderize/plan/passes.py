@@ -58,12 +58,16 @@ class Serving:
 
     def fastest(self, size: int) -> Link:
         """Return the fastest link of all ranks for a message of ``size`` bytes; NO_LINK where nothing is sent."""
-        return _fastest((link.at(self.ranks) for link in self.links), size)
+        return _fastest((link.at(self.ranks) for link in self._usable(self.ranks)), size)
 
     def fastest_parts(self, size: int, group: int) -> tuple[Link, Link]:
         """Return the fastest links of groups of ``group`` ranks: within a group, and between groups."""
-        inner, outer = zip(*(link.parts(self.ranks, group) for link in self.links), strict=True)
+        inner = (link.at(group) for link in self._usable(group))
+        outer = (link.parts(self.ranks, group)[1] for link in self._usable(self.ranks // group))
         return _fastest(inner, size), _fastest(outer, size)
+
+    def _usable(self, ranks: int) -> list[Interconnect]:
+        return [link for link in self.links if link.most_ranks is None or ranks <= link.most_ranks]
 
     @property
     def passes(self) -> dict[str, int]:

@@ -123,6 +123,8 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
         dense_whole = dense_whole or whole
         waiting = sum(count * one.predict(parts[phase]).waiting for phase, count in serving.passes.items())
         ratios = [before / after for before, after in zip(dense_whole, whole, strict=True)]
+        if one.name.endswith(" ranks") and ratios[0] <= 1:  # fewer ranks are a row where they are faster
+            continue
         # of fused norms the gain itself is assumed, so the scatter of two runs is not in it
         half = relative_band(ratios, runs=0 if one.name == "fused" else 2)
         need = memory_need(one.serving, one.layout)
@@ -159,13 +161,13 @@ def _basis(serving: Serving) -> Basis:
 
 def _exact_variants(serving: Serving, dense: Layout) -> Iterator[_Variant]:
     """Yield the other ways of serving the dense model on these ranks: norms fused where vLLM does so, and replicas at
-    every divisor of the ranks that the batch fills and whose memory suffices."""
-    for count in range(1, min(serving.ranks, serving.batch_size) + 1):
+    every divisor of the ranks whose memory suffices. Where the batch does not fill them, one replica has it whole."""
+    for count in range(1, serving.ranks + 1):
         if serving.ranks % count:
             continue
-        ranks = serving.ranks // count
-        links = serving.links if ranks > 1 else ()
-        part = dataclasses.replace(serving, ranks=ranks, links=links, batch_size=math.ceil(serving.batch_size / count))
+        is_filled = count <= serving.batch_size
+        rows = math.ceil(serving.batch_size / count) if is_filled else serving.batch_size
+        part = dataclasses.replace(serving, ranks=serving.ranks // count, batch_size=rows)
         try:
             check_runnable(serving.config, dense, part.ranks)
             gains = [fused_gain(part, parts) for parts in pass_parts(part).values()]
@@ -175,7 +177,8 @@ def _exact_variants(serving: Serving, dense: Layout) -> Iterator[_Variant]:
             any(gain != NO_GAIN for gain in gains) if count == 1 else fits(part.device, memory_need(part, dense))
         )
         if is_another is not False:
-            yield _Variant("fused" if count == 1 else f"{count} replicas", "exact", dense, part)
+            name = f"{count} replicas" if is_filled else f"{part.ranks} of {serving.ranks} ranks"
+            yield _Variant("fused" if count == 1 else name, "exact", dense, part)
 
 
 def fused_gain(serving: Serving, parts: PassParts) -> tuple[float, float]:
@@ -185,7 +188,7 @@ def fused_gain(serving: Serving, parts: PassParts) -> tuple[float, float]:
     medium counts as NVLink.
     """
     size, device = parts.message_bytes / MIB, serving.device
-    over_nvlink = [link for link in serving.links if link.medium in (None, "nvlink")]
+    over_nvlink = any(link.medium in (None, "nvlink") and link.is_within(serving.ranks) for link in serving.links)
     if size > device.fused_norm_mib.get(serving.ranks, 0) or not over_nvlink:
         return NO_GAIN
     disputed = size >= device.faster_unfused_mib.get(serving.ranks, size + 1)

@@ -211,7 +211,7 @@ def _links(choice: PlanModel, options: PlanOptions, serving: Serving, ranks: int
         return ()
     device = serving.device
     named = options.link or (options.hardware if has_section(options.hardware, "link") else None)
-    links = own_links(device, serving.engine, ranks)
+    links = own_links(device, serving.engine)
     if named is not None:
         links = (read_interconnect(named, "--link" if options.link else "--hardware"),)
     if not links:

@@ -89,7 +89,9 @@ def _speed(row: PlannedRow) -> str:
 
 
 def _unchanged(row: PlannedRow) -> str:
-    return "fused sums give" if row.name == "fused" else f"{row.name} give"
+    if row.name.endswith(" ranks"):
+        return f"dense on {row.name} gives"
+    return "vLLM's fused all-reduces give" if row.name == "fused" else f"{row.name} give"
 
 
 def shown_name(name: str) -> str:

@@ -88,10 +88,11 @@ class Interconnect(Record):
     xgmi (AMD's), infiniband, ethernet; None where it is unknown.
     wire_gb_s: of these wires, of one card, in one direction.
     kernel: the algorithm that sums: nccl, one_shot, multimem, published (that of the Ladder Residual authors).
+    most_ranks: that an engine's kernel takes; None: any number.
     groups_of, outer: this link joins groups of so many ranks, and ``outer`` joins the groups.
     """
 
-    LEFT_OUT: ClassVar = ("medium", "wire_gb_s", "kernel", "groups_of", "outer")
+    LEFT_OUT: ClassVar = ("medium", "wire_gb_s", "kernel", "most_ranks", "groups_of", "outer")
 
     name: str
     rows: list[InterconnectRow]
@@ -103,6 +104,7 @@ class Interconnect(Record):
     medium: str | None = None
     wire_gb_s: float | None = None
     kernel: str | None = None
+    most_ranks: int | None = None
     groups_of: int | None = None
     outer: "Interconnect | None" = None
 
@@ -113,10 +115,13 @@ class Interconnect(Record):
             name=f"{self.name} + {outer.name}",
             relative_error=max(self.relative_error, outer.relative_error),
             calibrated=self.calibrated and outer.calibrated,
-            medium=f"{self.medium} and {outer.medium}",
             groups_of=size,
             outer=outer,
         )
+
+    def is_within(self, ranks: int) -> bool:
+        """Return True if so many ranks are one group, which nothing joins to others."""
+        return self.groups_of is None or ranks <= self.groups_of
 
     def over_wires(self, wire_gb_s: float) -> "Interconnect":
         """Return the link over wires of the same kind with another bandwidth, which changes that of messages alike."""
@@ -155,7 +160,7 @@ class Interconnect(Record):
         """
         if ranks == 1:
             return NO_LINK
-        if self.outer is not None and self.groups_of is not None and ranks > self.groups_of:
+        if self.groups_of is not None and not self.is_within(ranks):
             if ranks % self.groups_of:
                 raise UserError(f"{ranks} ranks are no groups of {self.groups_of}, which --outer-link joins")
             return _in_turn(self.name, self.groups_of, *self.parts(ranks, self.groups_of))
