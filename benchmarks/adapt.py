@@ -117,7 +117,7 @@ class Ours:
         """Return tokens and seconds."""
         before, begin = self.loop.progress.tokens, time.perf_counter()
         for _ in range(count):
-            self.loop.step(self.batches, 0.0, lambda: False)
+            self.loop.step(self.batches, 0.0)
         synchronize(self.loop.accelerator.device)
         return self.loop.progress.tokens - before, time.perf_counter() - begin
 

@@ -88,7 +88,7 @@ def open_loop(model: Path, options: RetrainOptions, rows: Any, work: Path) -> It
 
 def losses(loop: Loop, count: int, first: int = 0) -> list[float]:
     batches = micro_batches(loop.rows, loop.options, loop.model, first * loop.options.batch_size)
-    return [loop.step(batches, 0.0, lambda: False)["loss"] for _ in range(count)]
+    return [loop.step(batches, 0.0)["loss"] for _ in range(count)]
 
 
 def agrees(folder: Path, device: str) -> dict[str, float]:
@@ -124,7 +124,7 @@ def measure(folder: Path, model: str, rows: Rows, device: str, steps: int, **mor
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as work, open_loop(folder / model, options, rows, Path(work)) as (task, loop):
         batches = micro_batches(rows, task.options, loop.model, 0)
-        samples = [loop.step(batches, 0.0, lambda: False)["tokens_per_s"] for _ in range(steps + 2)][2:]
+        samples = [loop.step(batches, 0.0)["tokens_per_s"] for _ in range(steps + 2)][2:]
         begin = time.perf_counter()
         loop.folder.save(loop.progress, loop.model)
         seconds = time.perf_counter() - begin

@@ -9,7 +9,7 @@ from ladderize.errors import UserError
 from ladderize.files import regular
 from ladderize.files.documents import check_writable, read_json, read_own
 from ladderize.files.parsing import parse_json, read_yaml
-from tests.helpers import invoke, one_sentence
+from tests.helpers import invoke, one_sentence, save_llama
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -97,6 +97,7 @@ def test_a_command_that_would_replace_what_it_reads(tmp_path, monkeypatch, comma
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "results.json"
     file.write_text("{}")
-    words = [{"FILE": file, "MODEL": tmp_path}.get(word, word) for word in command.split()]
+    model = save_llama(tmp_path / "model") if "MODEL" in command else None
+    words = [{"FILE": file, "MODEL": model}.get(word, word) for word in command.split()]
     assert "results.json is a file that the command reads" in one_sentence(invoke(*words))
     assert file.read_text() == "{}"

@@ -115,7 +115,7 @@ def test_the_host_waits_once(folders, monkeypatch, name, make):
             for _ in range(2):
                 if gpu is not None:
                     gpu.syncs.clear()
-                metrics = loop.step(batches, 0.0, lambda: False)
+                metrics = loop.step(batches, 0.0)
         return metrics
 
     expected = steps(HOST)

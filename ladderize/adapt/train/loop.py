@@ -168,7 +168,6 @@ class Loop:
             while (spent := options.share(progress.step, progress.tokens)) < 1 and not self.asked_to_stop:
                 before = progress.tokens
                 metrics = self.step(batches, spent)
-                self.listen()
                 self.write(metrics)
                 if progress.step == begun + 1 and progress.scored < FEW_SCORED * progress.tokens:
                     self.console.warn(
@@ -217,7 +216,7 @@ class Loop:
         # scored targets, and all that are not padding
         counts = [[(micro["targets"] >= least).sum() for least in (0, IGNORED_TARGET)] for micro in micros]
         scored, tokens = model.sum(torch.tensor(counts, dtype=torch.float64).sum(0).to(accelerator.device))
-        sums = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
+        sums = torch.zeros(3, device=accelerator.device, dtype=torch.float64)
         for micro in micros:
             batch = Batch.of(micro, accelerator.device)
             with accelerator.accumulate(model.student):
@@ -226,11 +225,12 @@ class Loop:
                 # the step's tokens.
                 scale = model.data_size * len(micros)
                 accelerator.backward((options.objective.total(*losses / scored) * scale).float())
-            sums += losses.detach()
+            sums[:2] += losses.detach()
+        sums[2] = self.signalled()
         length = model.clip(options.max_grad_norm).double().to(sums.device)
-        # The only place in a step's computation where the host waits for the device.
+        # The only place in a step where the host waits for the device.
         together = torch.cat((model.sum(sums), length.reshape(1), scored[None], tokens[None]))
-        entropy, divergence, norm, scored, tokens = together.tolist()
+        entropy, divergence, stop, norm, scored, tokens = together.tolist()
         entropy, divergence = entropy / scored, divergence / scored
         loss = options.objective.total(entropy, divergence)
         is_bad = not (math.isfinite(loss) and math.isfinite(norm))
@@ -246,6 +246,7 @@ class Loop:
         progress.scored += round(scored)
         progress.seconds += seconds
         progress.recent = [*progress.recent, loss][-RECENT:]
+        self.asked_to_stop = stop > 0
         values = {"step": progress.step, "loss": loss, "cross_entropy": entropy}
         if options.objective.distill_weight:
             values["divergence"] = divergence
