@@ -81,24 +81,14 @@ def read_section(path: Path, key: str, option: str) -> Mapping[str, Any]:
     option: the one that names the file.
     """
     path = resolved(path, f"{option} ")
-    document = _read_document(path, option, advice=f"name a file with a {key}")
+    document: Any
+    if path.suffix == ".json":  # which is YAML, but for tabs
+        document = read_json(path, advice=f"name a file with a {key}")
+    else:
+        document = read_yaml(path, what=f"{option} ")
     section = document.get(key) if isinstance(document, Mapping) else None
     if not isinstance(section, Mapping):
         known = [str(name) for name, value in document.items() if value] if isinstance(document, Mapping) else []
         has = ", ".join(known) or "no keys"
         raise UserError(f"{option} {path} has no {key}, but {has}; name a file with a {key}")
     return section
-
-
-def has_section(path: str, key: str) -> bool:
-    """Return True if ``path`` names a JSON or YAML file that has something under ``key``."""
-    if not names_a_file(path):
-        return False
-    document = _read_document(resolved(path), "", advice="name a JSON file")
-    return isinstance(document, Mapping) and bool(document.get(key))
-
-
-def _read_document(path: Path, option: str, *, advice: str) -> Any:
-    if path.suffix == ".json":  # which is YAML, but for tabs
-        return read_json(path, advice=advice)
-    return read_yaml(path, what=f"{option} ")

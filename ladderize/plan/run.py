@@ -19,9 +19,9 @@ from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import SensitivityDocument, read_sensitivity
 from ladderize.errors import UsageError, UserError
 from ladderize.families.registry import find_family
-from ladderize.files.documents import check_writable, has_section, write_json
+from ladderize.files.documents import check_writable, write_json
 from ladderize.files.records import Record
-from ladderize.files.regular import resolved
+from ladderize.files.regular import names_a_file, resolved
 from ladderize.files.temporaries import replacement
 from ladderize.layout import Layout, LayoutError, fitting_ranks
 from ladderize.plan.choice import LAYER_KINDS, LayerTables, PlanChoice, choose_layout, kind_seconds
@@ -210,7 +210,7 @@ def _links(choice: PlanModel, options: PlanOptions, serving: Serving, ranks: int
     if ranks == 1:
         return ()
     device = serving.device
-    named = options.link or (options.hardware if has_section(options.hardware, "link") else None)
+    named = options.link or (options.hardware if names_a_file(options.hardware) else None)
     links = own_links(device, serving.engine)
     if named is not None:
         links = (read_interconnect(named, "--link" if options.link else "--hardware"),)

@@ -23,14 +23,11 @@ def show_plan(result: PlanResult, console: Console) -> None:
     )
     for rows, verdict in zip(result.groups(), result.verdicts, strict=True):
         _show_group(rows, verdict, result.device.name, console)
-    losses = [
-        row.loss for rows in result.groups() for row in rows if row.loss is not None and rows[0].fits is not False
-    ]
-    if losses:
+    shown = [row for rows in result.groups() for row in rows if rows[0].fits is not False]
+    if any(row.loss is not None for row in shown):
         console.prose(
             "\naccuracy: points that SmolLM2-135M lost on four tasks, aligned, with about this share of its layers"
-            f" converted ({LOSS_PAGE})"
-            + (f"; {LONG_TRAINING} needs a long training" if any(loss.needs_long_training for loss in losses) else "")
+            f" converted ({LOSS_PAGE}); {LONG_TRAINING} needs a long training"
         )
     for doubt in result.doubts:
         console.prose(doubt)
