@@ -138,14 +138,14 @@ def test_rows_that_the_ranks_or_the_family_cannot_run_are_left_out(tmp_path):
 def test_losses_are_those_that_were_measured():
     models = {model["name"]: model for file in ("real_sweep", "real_few") for model in results(file)["models"]}
     measured = {
-        "ladder=20:29": "ladder-few, align 128 windows",
-        "ladder=15:30": "ladder-upper, align 32 windows",
-        "ladder": "ladder-all, align 32 windows",
-        "delayed=20:29": "delayed-few, align 128 windows",
-        "delayed=15:30": "delayed-upper, align 32 windows",
-        "delayed": "delayed-all, align 32 windows",
-        "spd=20:29": "spd-few, align 32 windows",
-        "spd=8:30": "spd, align 32 windows",
+        "ladder=20:29": "ladder-few+align",
+        "ladder=15:30": "ladder-upper+align",
+        "ladder": "ladder-all+align",
+        "delayed=20:29": "delayed-few+align",
+        "delayed=15:30": "delayed-upper+align",
+        "delayed": "delayed-all+align",
+        "spd=20:29": "spd-few+align",
+        "spd=8:30": "spd+align",
     }
     for name, model in measured.items():
         loss = measured_loss(named_layout(name, 30, 3))
@@ -153,7 +153,7 @@ def test_losses_are_those_that_were_measured():
         found = (loss.points, loss.low, loss.high)
         assert found == pytest.approx((points["value"], points["low"], points["high"]), abs=0.051)
     both = Layout.from_layers(30, spd=range(8, 30), delayed=range(15, 30), sync_tp_size=3)
-    assert measured_loss(both).points == pytest.approx(models["spd-delayed, align 32 windows"]["points"]["value"])
+    assert measured_loss(both).points == pytest.approx(models["spd-delayed+align"]["points"]["value"])
     for unknown in ("spd", "spd+ladder", "ladder=8:30", "dense"):
         assert measured_loss(named_layout(unknown, 30, 3)) is None
 
