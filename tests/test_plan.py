@@ -251,12 +251,12 @@ def test_where_converting_is_not_worth_it():
     [
         (("70b", "--link", "500,1", "--tp-size", 4), "yes", "Worth trying: spd 24:80 gives {best}."),
         (("70b", "--link", "500,1", "--tp-size", 4, "--layout", "ladder"), "yes", "{best} after a long training."),
-        (("70b", "--tp-size", 8), "no", "Not worth it: vLLM's fused all-reduces give {rival:.2f}x without any change"),
+        (("70b", "--tp-size", 8), "no", "Not worth it: {rival:.2f}x without any change by vLLM's fused all-reduces;"),
         (("70b", "--tp-size", 8, "--layout", "ladder"), "perhaps", "gives {best} after a long training, but"),
         (
             ("8b", "--link", "500,1", "--tp-size", 2),
             "no",
-            "dense on 1 of 2 ranks gives {rival:.2f}x without any change",
+            "{rival:.2f}x without any change by 1 of 2 ranks; spd",
         ),
         (("8b", "--tp-size", 2), "no", "Not worth it: ladder 16:32 gives {best}."),
         (("70b", "--link", "60,300", "--tp-size", 4), "perhaps", "gives {best}, so that it may be slower than dense."),

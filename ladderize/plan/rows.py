@@ -87,12 +87,14 @@ class _Variant(NamedTuple):
     """A row before its times are known.
 
     serving: the group and the batch, or those of the replica with the largest part, which ends last.
+    only_if_faster: it is no row where it is slower than the dense model on all ranks.
     """
 
     name: str
     kind: RowKind
     layout: Layout
     serving: Serving
+    only_if_faster: bool = False
 
     def predict(self, parts: PassParts) -> PassSeconds:
         """Return the times of a pass."""
@@ -123,7 +125,7 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
         dense_whole = dense_whole or whole
         waiting = sum(count * one.predict(parts[phase]).waiting for phase, count in serving.passes.items())
         ratios = [before / after for before, after in zip(dense_whole, whole, strict=True)]
-        if one.name.endswith(" ranks") and ratios[0] <= 1:  # fewer ranks are a row where they are faster
+        if one.only_if_faster and ratios[0] <= 1:
             continue
         # of fused norms the gain itself is assumed, so the scatter of two runs is not in it
         half = relative_band(ratios, runs=0 if one.name == "fused" else 2)
@@ -178,7 +180,7 @@ def _exact_variants(serving: Serving, dense: Layout) -> Iterator[_Variant]:
         )
         if is_another is not False:
             name = f"{count} replicas" if is_filled else f"{part.ranks} of {serving.ranks} ranks"
-            yield _Variant("fused" if count == 1 else name, "exact", dense, part)
+            yield _Variant("fused" if count == 1 else name, "exact", dense, part, not is_filled)
 
 
 def fused_gain(serving: Serving, parts: PassParts) -> tuple[float, float]:

@@ -72,15 +72,14 @@ def _answer(
         return "no", "No layout was asked for."
     gain = f"{shown_name(best.name)} gives {_speed(best)}"
     if best.speedup <= rival.speedup and rival is not dense:
-        return "no", f"Not worth it: {_unchanged(rival)} {rival.speedup:.2f}x without any change, {gain}."
+        return "no", f"Not worth it: {rival.speedup:.2f}x without any change by {_unchanged(rival)}; {gain}."
     if best.speedup < WORTH_GAINING:
         return "no", f"Not worth it: {gain}."
     training = " after a long training" if best.loss is not None and best.loss.needs_long_training else ""
     if best.speedup_low <= 1:
         return "perhaps", f"Perhaps: {gain}{training}, so that it may be slower than dense."
     if rival is not dense and best.speedup_low <= rival.speedup_high:
-        may = f"{_unchanged(rival)} {_speed(rival)} without any change"
-        return "perhaps", f"Perhaps: {gain}{training}, but {may}."
+        return "perhaps", f"Perhaps: {gain}{training}, but {_speed(rival)} without any change by {_unchanged(rival)}."
     return "yes", f"Worth trying: {gain}{training}."
 
 
@@ -89,9 +88,7 @@ def _speed(row: PlannedRow) -> str:
 
 
 def _unchanged(row: PlannedRow) -> str:
-    if row.name.endswith(" ranks"):
-        return f"dense on {row.name} gives"
-    return "vLLM's fused all-reduces give" if row.name == "fused" else f"{row.name} give"
+    return "vLLM's fused all-reduces" if row.name == "fused" else row.name
 
 
 def shown_name(name: str) -> str:
