@@ -101,8 +101,9 @@ def adapt_options(given: GivenOptions) -> RetrainOptions | AlignOptions | Blockw
             f"--method {own.method} needs --distill-from DENSE, the checkpoint that MODEL was converted from, and one"
             " --data file; it has no --dry-run"
         )
-    how = {"data": data[0], "layers": own.train, "device": own.device or "cpu"}
-    filled: AlignOptions | BlockwiseOptions = given.fill(OPTIONS[own.method], **how)
+    filled: AlignOptions | BlockwiseOptions = given.fill(
+        OPTIONS[own.method], data=data[0], layers=own.train, device=own.device or "cpu"
+    )
     return filled
 
 

@@ -40,9 +40,10 @@ def check_named_models(given: GivenOptions) -> None:
     models = [*(params.get("models") or ()), params.get("model"), params.get("distill_from")]
     for model in filter(None, models):
         config = open_sound_checkpoint(model, params.get("revision")).config
+        if find_family(config) is None:
+            continue
         for name in ("tp_size", "emulate_tp", "sync_tp_size"):
-            if find_family(config) is not None:
-                check_split(config, params.get(name) or 1, name=flag(name))
+            check_split(config, params.get(name) or 1, name=flag(name))
 
 
 def check_named_data(given: GivenOptions, console: Console) -> None:

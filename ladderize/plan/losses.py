@@ -1,6 +1,7 @@
 """The accuracy that layouts cost a real model, from measurements of our own. Imports no torch."""
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from ladderize.files.parsing import read_yaml
@@ -30,13 +31,18 @@ class MeasuredLoss(Record):
         return self.points < LONG_TRAINING_POINTS
 
 
+@cache
+def all_losses() -> list[MeasuredLoss]:
+    """Return the rows of losses.yaml."""
+    return [MeasuredLoss.from_dict(row, LOSS_TABLE) for row in read_yaml(LOSS_TABLE)]
+
+
 def measured_loss(layout: Layout) -> MeasuredLoss | None:
     """Return the loss of the measured layout that has the same kinds on about the same shares of its layers; None where
     there is none."""
     layers = {"ladder": layout.ladder_layers, "delayed": layout.delayed_layers, "spd": layout.spd_layers}
     shares = {kind: len(some) / layout.num_layers for kind, some in layers.items() if some}
-    losses = [MeasuredLoss.from_dict(row, LOSS_TABLE) for row in read_yaml(LOSS_TABLE)]
-    alike = {_distance(loss.shares, shares): loss for loss in losses if loss.shares.keys() == shares.keys()}
+    alike = {_distance(loss.shares, shares): loss for loss in all_losses() if loss.shares.keys() == shares.keys()}
     nearest = min(alike, default=SHARE_REACH + 1)
     return alike[nearest] if nearest <= SHARE_REACH else None
 
