@@ -85,7 +85,7 @@ def read_section(path: Path, key: str, option: str) -> Mapping[str, Any]:
     if path.suffix == ".json":  # which is YAML, but for tabs
         document = read_json(path, advice=f"name a file with a {key}")
     else:
-        document = read_yaml(path, what=f"{option} ")
+        document = read_yaml(path, option=f"{option} ")
     section = document.get(key) if isinstance(document, Mapping) else None
     if not isinstance(section, Mapping):
         known = [str(name) for name, value in document.items() if value] if isinstance(document, Mapping) else []
