@@ -28,7 +28,8 @@ from ladderize.adapt.layers.options import BlockwiseOptions, SpdOptions
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
 from ladderize.adapt.layers.spd import spd
 from ladderize.adapt.layers.windows import training_windows
-from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
+from ladderize.blocks import Blocks, read_windows, window_nlls
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import Console
 from ladderize.eval.options import EvalOptions, SensitivityOptions
 from ladderize.eval.run import evaluate

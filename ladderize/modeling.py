@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ladderize.checkpoint.opening import open_sound_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.quantised import quantisation_of
 from ladderize.checkpoint.reading import Checkpoint, has_tokenizer
 from ladderize.errors import UserError
@@ -93,7 +93,7 @@ def load(
     """
     from transformers import AutoModelForCausalLM
 
-    checkpoint = open_sound_checkpoint(model, revision)
+    checkpoint = open_checkpoint(model, revision, sound="any")
     register()
     folder = checkpoint.folder
     check_transformers_runs(str(model), checkpoint.config, folder)

@@ -14,7 +14,8 @@ from ladderize.adapt.layers import rewrite
 from ladderize.adapt.layers.layout_scores import AlignedLayouts
 from ladderize.adapt.layers.sensitivity import UNFINISHED
 from ladderize.adapt.layers.windows import Windows
-from ladderize.blocks import open_checkpoint, read_windows
+from ladderize.blocks import read_windows
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import layer_changes, read_sensitivity
 from ladderize.errors import UserError

@@ -9,13 +9,12 @@ from ladderize.adapt.layers.options import AssignOptions
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, REVISION, argument, flag, option
 from ladderize.commands.builder import LAYOUT, MODELS, OUTPUT, GivenOptions, command, names_of
 from ladderize.commands.shared import LOADING, start_on
-from ladderize.console import Console, human_bytes
+from ladderize.console import Console
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import RangeSyntaxError, format_ranges
 
 if TYPE_CHECKING:
-    from ladderize.convert.pipeline import ConversionReport
     from ladderize.convert.plan import Changes
 
 
@@ -76,19 +75,8 @@ def convert(given: GivenOptions) -> None:
     if dry_run:
         console.table(report.layers, right=["layer"])
         console.result("")
-    console.result(f"layout   {_layout_in_words(report)}")
-    console.result(
-        f"weights  {human_bytes(report.weight_bytes)} in {len(report.weight_files)} files, {_weights_in_words(report)}"
-    )
-    for what, layers in {"heads": report.moved_heads, "neurons": report.moved_neurons}.items():
-        if layers:
-            console.result(f"{what:<8} reordered in layers {format_ranges(layers)}")
-    if dry_run:
-        files = [*report.weight_files, *report.carried_over, *report.extra_files]
-        files.append("config.json, README.md, ladderize.yaml and the model code")
-        console.result(f"files    {', '.join(files)}")
-    if report.not_carried_over:
-        console.result(f"skipped  {', '.join(report.not_carried_over)} (not carried over)")
+    for line in report.lines():
+        console.result(line)
     console.result(f"{'would write' if dry_run else 'wrote'} {out}")
 
 
@@ -121,16 +109,3 @@ def asked_recipe(given: GivenOptions) -> Recipe:
     if clash := [name for name in given.names if name in names_of(Recipe)]:
         raise UsageError(f"--recipe and {flag(clash[0])} cannot be combined; give one of them")
     return read_recipe(recipe)
-
-
-def _layout_in_words(report: "ConversionReport") -> str:
-    if report.layout == report.layout_before:
-        return report.layout
-    return f"{report.layout_before} -> {report.layout.partition(' layers: ')[2]}"
-
-
-def _weights_in_words(report: "ConversionReport") -> str:
-    if report.weights is not None:
-        return " and ".join(f"{count} {how}" for how, count in report.weights.items())
-    rewritten = len(report.weight_files_rewritten)
-    return f"{rewritten} to be rewritten, {len(report.weight_files) - rewritten} to be taken over as they are"

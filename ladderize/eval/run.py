@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ladderize import data
-from ladderize.checkpoint.opening import open_sound_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import SILENT, Console
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.answers import read_models
@@ -71,7 +71,7 @@ def evaluate(
         # errors that are certain are found before any model is loaded
         if options.perplexity is not None:
             data.check_data_file(options.perplexity)
-        folders = [open_sound_checkpoint(name, options.revision).folder for name in names]
+        folders = [open_checkpoint(name, options.revision, sound="any").folder for name in names]
         if resume:
             output.models = ranks.broadcast(output.earlier())  # all ranks leave out the tasks that are done
         asked = None

@@ -13,8 +13,9 @@ import torch
 
 from ladderize.adapt.layers.layout_scores import AlignedLayouts, passes_of, usual_batch
 from ladderize.adapt.layers.windows import split_windows
-from ladderize.blocks import Blocks, check_finite, compute_dtype, open_checkpoint, read_windows, window_nlls
+from ladderize.blocks import Blocks, check_finite, compute_dtype, read_windows, window_nlls
 from ladderize.checkpoint.config import stored_dtype
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import CalibrationData, SensitivityDocument
 from ladderize.data import file_sha256

@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from ladderize.checkpoint.config import check_config
-from ladderize.checkpoint.opening import open_sound_checkpoint, read_config
+from ladderize.checkpoint.opening import open_checkpoint, read_config
 from ladderize.checkpoint.quantised import plain_config, quantisation_of
 from ladderize.checkpoint.reading import resolve_json
 from ladderize.checkpoint.tensors import fingerprint
@@ -358,7 +358,7 @@ def _check_costs(choice: PlanModel, layout: Layout, goal: PlanGoal, costs: Sensi
     if costs.num_layers != layout.num_layers:
         raise UserError(f"{path} is of a model of {costs.num_layers} layers, but this one has {layout.num_layers}")
     if choice.model is not None:  # the weights are downloaded if they are a hub's and not here
-        if fingerprint(open_sound_checkpoint(choice.model, choice.revision)) != costs.fingerprint:
+        if fingerprint(open_checkpoint(choice.model, choice.revision, sound="any")) != costs.fingerprint:
             raise UserError(f"{path} was measured on another model (their fingerprints differ); measure this one")
     elif goal.verify is not None:
         raise UserError("--verify measures a checkpoint, and --shape has no weights; name the checkpoint instead")

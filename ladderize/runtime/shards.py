@@ -15,7 +15,7 @@ from ladderize.errors import UserError
 from ladderize.families.base import Decoder
 from ladderize.families.registry import complete_config, known_family
 from ladderize.files.documents import read_json
-from ladderize.layout import APART, CONFIG_KEYS, DELAYED, Layout, LayoutError, check_split, runnable_sizes
+from ladderize.layout import APART, CONFIG_KEYS, Layout, LayoutError, check_split, runnable_sizes
 
 ACTIVATIONS = ("silu", "swish")
 
@@ -164,12 +164,11 @@ class VirtualRanks(NamedTuple):
 
 
 def virtual_ranks(layout: Layout, layer: int, tp_size: int) -> VirtualRanks:
-    """Return the virtual ranks of a layer: q, k and v are apart after a delayed MLP, the others around own partials."""
+    """Return the virtual ranks of a layer, whose weights are apart on both sides of a sync point that is."""
     count = hosted_ranks(layout.sync_tp_size, tp_size)
-    reads_apart = layout.entering(layer) == DELAYED
-    keeps_apart = layout.attention_sync[layer] in APART
-    is_delayed = layout.mlp_sync[layer] == DELAYED
-    return VirtualRanks(*(count if apart else 1 for apart in (reads_apart, keeps_apart, keeps_apart, is_delayed)))
+    attention, mlp = layout.attention_sync[layer], layout.mlp_sync[layer]
+    modes = (layout.entering(layer), attention, attention, mlp)
+    return VirtualRanks(*(count if mode in APART else 1 for mode in modes))
 
 
 def rank_shape(shape: Shape, virtual: int, number: int = 0) -> Shape:

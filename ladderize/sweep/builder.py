@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ladderize.adapt.data_files import HUB, data_files, split_weight
-from ladderize.checkpoint.opening import open_sound_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT
 from ladderize.data import file_sha256
@@ -59,7 +59,7 @@ class Inputs:
 
     def model(self, name: str) -> str:
         """Return the hash of a checkpoint: its weights, config and tokenizer. Raises UserError unless it is sound."""
-        checkpoint = open_sound_checkpoint(name)
+        checkpoint = open_checkpoint(name, sound="any")
         family_of(checkpoint.config)  # raises for one that cannot be converted
         folder = checkpoint.folder
         self.seen |= {folder / weights: _signature(folder / weights) for weights in checkpoint.weight_files}

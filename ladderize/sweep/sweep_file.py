@@ -10,7 +10,7 @@ from typing import Any, cast, get_args
 from ladderize.adapt.data_files import HUB
 from ladderize.adapt.layers.options import AssignOptions
 from ladderize.adapt.methods import ALIGN, Method
-from ladderize.checkpoint.opening import open_sound_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.choices import near_names
 from ladderize.commands.adapt import adapt_options
 from ladderize.commands.convert import asked_recipe
@@ -182,7 +182,7 @@ def fit_layouts(spec: SweepSpec) -> list[Layout]:
     Raises UserError for a model that is not dense, and, with its entry, for a layout that the model or a benchmark
     cannot have.
     """
-    config = open_sound_checkpoint(spec.model).config
+    config = open_checkpoint(spec.model, sound="any").config
     dense = Layout.from_config(config)
     if not dense.is_dense:
         raise UserError(f"{spec.model} is not dense ({dense}); a sweep converts the dense model")
