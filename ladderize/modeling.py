@@ -88,8 +88,6 @@ def load(
     dtype: "auto" (as stored) or a torch dtype's name.
     device: such as "cuda:1"; None leaves it to ``kwargs`` (``device_map``) or the CPU.
     trust_remote_code: run the code of other models.
-    Raises UserError for a truncated or incomplete checkpoint, for an adapter, and for pickle weights, which are never
-    opened.
     """
     from transformers import AutoModelForCausalLM
 
@@ -143,7 +141,6 @@ def load_tokenizer(
     model: a folder or a hub id.
     trust_remote_code: run a stranger's tokenizer code.
     kwargs: passed to transformers.
-    Raises UserError for one that cannot be loaded.
     """
     from transformers import AutoTokenizer
 

@@ -70,8 +70,7 @@ def open_checkpoint(model: str | Path, revision: str | None = None, *, sound: So
     """Return a checkpoint (a folder or a hub id, which is downloaded) whose config and headers are sound.
 
     sound: "floats" is of a supported family, and no quantised one; "any" takes those, too, and other families, of
-    which no tensor is checked.
-    Pickle weights, which are never opened, adapters and truncated files are a UserError.
+    which no tensor is checked. Pickle weights, which are never opened, adapters and truncated files are a UserError.
     """
     return find_source(model, revision).open(sound)
 

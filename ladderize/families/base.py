@@ -121,7 +121,6 @@ def layer_windows(
     """Return the window of each layer, None for one without.
 
     is_sliding: says which layers have one, where the config has no ``layer_types``.
-    Raises UserError for an invalid ``layer_types``.
     """
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     if kinds is None:

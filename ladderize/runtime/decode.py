@@ -350,8 +350,6 @@ def generate_tokens(
 ) -> Iterator[list[list[int]]]:
     """Yield the new tokens of each row, a few steps at a time. A row that has ended yields nothing after its EOS.
 
-    Raises UserError if logits are NaN or infinite.
-
     first_row: the number of the first row for ``sampling``, where the rows are some of many.
     """
     draws = sampling.draws(len(prompts), max_new_tokens, first_row).to(generator.device)

@@ -113,8 +113,7 @@ def _dtype(dtype: str) -> str:
 
 
 def eos_ids(spec: ModelSpec) -> tuple[int, ...]:
-    """Return every token that ends a text: of generation_config.json, else of config.json. Raises UserError for what is
-    no id."""
+    """Return every token that ends a text: of generation_config.json, else of config.json."""
     value = spec.config.get("eos_token_id")
     path = spec.folder / "generation_config.json" if spec.folder is not None else None
     if path is not None and path.exists():

@@ -182,8 +182,7 @@ def _wait_in_place(total: Tensor, made: Tensor, partial: Tensor | None, messages
 
 
 def _collectives(backend: MessageBackend, vllm_config: VllmConfig) -> tuple[Collectives, str]:
-    """Return the collectives of the messages, and one sentence on the choice. All ranks call it. Raises ValueError for
-    a backend that cannot work."""
+    """Return the collectives of the messages, and one sentence on the choice. All ranks call it."""
     group = get_tp_group()
     device = torch.device(group.device)
     if backend.link is not None:

@@ -64,8 +64,7 @@ class VerifyStock(VerifyAndUpdateConfig):
 
 
 def layout_of(vllm_config: "VllmConfig") -> Layout:
-    """Return the layout that a checkpoint's config names. Raises ValueError where the sync points do not fit the
-    model."""
+    """Return the layout that a checkpoint's config names."""
     config = _config(vllm_config)
     try:
         check_config(config)

@@ -31,8 +31,7 @@ def check_backend(backend: str, ranks: int, device: str) -> None:
 
 
 def choose(backend: str, group: Ranks, *, max_bytes: int, in_flight: int = 1) -> tuple[Collectives, str]:
-    """Return the collectives of a group, and one sentence on the choice. Raises UserError where ``backend`` cannot
-    work.
+    """Return the collectives of a group, and one sentence on the choice.
 
     max_bytes: the largest message that will be sent.
     in_flight: the most messages that are started before one is waited for.

@@ -78,11 +78,8 @@ class Nccl(OnStream):
 
 
 class SymmetricMemory(Nccl):
-    """PyTorch's symmetric memory: small messages by one kernel that reads all peers (or the switch's multicast), large
-    ones by NCCL. All ranks create it together.
-
-    Raises RuntimeError where it cannot be had, and after RENDEZVOUS_TIMEOUT where another rank cannot have it.
-    """
+    """PyTorch's symmetric memory: small messages by one kernel that reads all peers (or the switch's multicast),
+    large ones by NCCL. All ranks create it together."""
 
     name = "symm_mem"
 

@@ -128,8 +128,7 @@ class SharedMemory(Collectives):
         return memory
 
     def _views(self, x: Tensor) -> list[list[Tensor]]:
-        """Return every rank's message in each slot, shaped like x. Raises RuntimeError for a message that is too
-        long."""
+        """Return every rank's message in each slot, shaped like x."""
         size = x.nbytes
         if size > self.slot_bytes:
             raise RuntimeError(f"a message of {size} bytes is over the {self.slot_bytes} that were announced")
@@ -205,10 +204,7 @@ class SharedMemory(Collectives):
         return gathered
 
     def _await(self, counters: list[memoryview], peer: int, number: int) -> None:
-        """Wait until rank ``peer``'s counter reaches ``number``: first spin, then yield the core.
-
-        Raises UserError if the peer has died, or if it has sent nothing for too long.
-        """
+        """Wait until rank ``peer``'s counter reaches ``number``: first spin, then yield the core."""
         counter = counters[peer]
         for _ in range(SPINS):
             if counter[0] >= number:

@@ -140,8 +140,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 def _compile(compiler: str, path: Path) -> Path:
-    """Compile the kernels to ``path``, whole or not at all, also where several ranks do it at once. Raises
-    UserError."""
+    """Compile the kernels to ``path``, whole or not at all, also where several ranks do it at once."""
     descriptor, made = tempfile.mkstemp(prefix=".kernels-", suffix=".so", dir=path.parent)
     os.close(descriptor)
     try:
