@@ -28,30 +28,27 @@ AUTO_MODELS = {"AutoModel": "Model"} | {
 }
 
 
-def ladderized_name(family: Family, what: str) -> str:
-    """Return module and name of a class of converted models.
-
-    what: ``Config``, ``Model``, ``ForCausalLM``, ...
-    """
-    kind = "configuration" if what == "Config" else "modeling"
-    return f"{kind}_ladderized.Ladderized{family.class_prefix}{what}"
+def ladderized_name(family: Family, name: str) -> str:
+    """Return module and name of a class of converted models: ``Config``, ``Model``, ``ForCausalLM``, ..."""
+    kind = "configuration" if name == "Config" else "modeling"
+    return f"{kind}_ladderized.Ladderized{family.class_prefix}{name}"
 
 
 def auto_map(family: Family) -> dict[str, str]:
     """Return the names of our classes, by transformers' Auto classes, as config.json has them."""
-    return {auto: ladderized_name(family, what) for auto, what in {"AutoConfig": "Config", **AUTO_MODELS}.items()}
+    return {auto: ladderized_name(family, name) for auto, name in {"AutoConfig": "Config", **AUTO_MODELS}.items()}
 
 
-def ladderized_class(family: Family, what: str) -> Any:
+def ladderized_class(family: Family, kind: str) -> Any:
     """Return a class of converted models (``Config``, ``DecoderLayer``, ...), as every converted checkpoint has it."""
-    module, name = ladderized_name(family, what).split(".")
+    module, name = ladderized_name(family, kind).split(".")
     return getattr(import_module(f"ladderize.convert.remote_code.{module}"), name)
 
 
-def dense_class(family: Family, what: str) -> Any:
+def dense_class(family: Family, kind: str) -> Any:
     """Return transformers' own class of a family: ``RMSNorm``, ``RotaryEmbedding``, ``ForCausalLM``, ..."""
     module = import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
-    return getattr(module, f"{family.class_prefix}{what}")
+    return getattr(module, f"{family.class_prefix}{kind}")
 
 
 def register() -> None:
@@ -65,10 +62,10 @@ def register() -> None:
         config = ladderized_class(family, "Config")
         transformers.AutoConfig.register(family.ladderized_type, config, exist_ok=True)
         config.register_for_auto_class()
-        for auto, what in AUTO_MODELS.items():
-            own = ladderized_class(family, what)
-            getattr(transformers, auto).register(config, own, exist_ok=True)
-            own.register_for_auto_class(auto)
+        for auto, name in AUTO_MODELS.items():
+            model_class = ladderized_class(family, name)
+            getattr(transformers, auto).register(config, model_class, exist_ok=True)
+            model_class.register_for_auto_class(auto)
 
 
 def load(
@@ -129,7 +126,8 @@ def model_config(checkpoint: Checkpoint, trust_remote_code: bool = False) -> "Pr
 def check_transformers_runs(model: str, config: Mapping[str, Any], folder: Path) -> None:
     """Raise UserError where the weights are quantised and transformers does not run them here."""
     quantised = quantisation_of(config, folder) if find_family(config) is not None else None
-    if quantised is not None and (problem := quantised.problem_in_transformers) is not None:
+    problem = quantised.problem_in_transformers if quantised is not None else None
+    if problem is not None:
         raise UserError(f"{model}: {problem}; `ladderize eval --backend vllm` and `vllm serve` run them")
 
 

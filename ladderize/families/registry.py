@@ -21,10 +21,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if (family := find_family(config)) is not None:
         return family
     stated = config.get("model_type") or "model without model_type"
-    known = ", ".join(family.model_type for family in SUPPORTED)
+    supported = ", ".join(family.model_type for family in SUPPORTED)
     raise UserError(
         f"this is a {stated}, which ladderize does not convert (docs/models.md says why); model_type must be one of"
-        f" {known}"
+        f" {supported}"
     )
 
 

@@ -48,8 +48,8 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
     if not sampling.top_k and sampling.top_p >= 1:  # every token is kept: no need to sort a whole vocabulary
         # in float64: a GPU's running sum of a long row differs from rank to rank, but so little that no draw tells
         cumulative = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
-        place = torch.searchsorted(cumulative, draw.double().unsqueeze(-1) * cumulative[:, -1:], right=True)
-        return place.clamp(max=logits.shape[-1] - 1).squeeze(-1)
+        index = torch.searchsorted(cumulative, draw.double().unsqueeze(-1) * cumulative[:, -1:], right=True)
+        return index.clamp(max=logits.shape[-1] - 1).squeeze(-1)
     scaled, order = scaled.sort(stable=True, dim=-1, descending=True)
     if sampling.top_k:
         scaled[:, sampling.top_k :] = -torch.inf
@@ -60,9 +60,9 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
     kept = cumulative - probabilities < sampling.top_p
     kept[:, 0] = True
     total = (probabilities * kept).sum(-1)
-    place = (cumulative <= (draw * total).unsqueeze(-1)).sum(-1)
-    place = torch.minimum(place, kept.sum(-1) - 1)
-    return order.gather(-1, place.unsqueeze(-1)).squeeze(-1)
+    index = (cumulative <= (draw * total).unsqueeze(-1)).sum(-1)
+    index = torch.minimum(index, kept.sum(-1) - 1)
+    return order.gather(-1, index.unsqueeze(-1)).squeeze(-1)
 
 
 def check_mask(rows: int, tokens: int, device: torch.device) -> None:
@@ -99,14 +99,14 @@ def rope_table(config: dict[str, object], positions: int, device: torch.device) 
     from transformers import CONFIG_MAPPING
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    known: Any = CONFIG_MAPPING[known_family(config).model_type].from_dict(config)
-    rope_type = (known.rope_parameters or {}).get("rope_type", "default")
+    family_config: Any = CONFIG_MAPPING[known_family(config).model_type].from_dict(config)
+    rope_type = (family_config.rope_parameters or {}).get("rope_type", "default")
     if rope_type in ("dynamic", "longrope"):
         raise UserError(
             f"config.json: rope_type {rope_type} changes with the length of the text, which the runtime does not"
             " support"
         )
-    cos, sin = LlamaRotaryEmbedding(known)(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None])
+    cos, sin = LlamaRotaryEmbedding(family_config)(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None])
     if cos.shape[-1] != head_dim(config):
         raise UserError(
             f"config.json: rope turns {cos.shape[-1]} of a head's {head_dim(config)} numbers (partial_rotary_factor),"

@@ -139,6 +139,8 @@ class PartsCache(NoCache):
         self.parts.setdefault(layer, {})[columns] = (keys.to(dtype), values.to(dtype))
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        own = [part for first, part in sorted(self.parts[layer].items(), key=lambda item: item[0]) if first < length]
-        keys, values = zip(*own, strict=True)
+        chunks = [
+            chunk for first, chunk in sorted(self.parts[layer].items(), key=lambda item: item[0]) if first < length
+        ]
+        keys, values = zip(*chunks, strict=True)
         return torch.cat(keys, 2), torch.cat(values, 2)

@@ -178,9 +178,9 @@ def open_generator(
     caches: one that fits is used again.
     """
     avoid_cudnn_attention()
-    shape, own = weights.get(spec, collectives.ranks, group.rank, advance)
+    shape, loaded = weights.get(spec, collectives.ranks, group.rank, advance)
     operations = choose_operations(group, spec.torch_dtype)
-    model = model_class(shape, spec.layout, own, collectives, operations)
+    model = model_class(shape, spec.layout, loaded, collectives, operations)
     kv_heads = cached_heads(shape, spec.layout)
     size = shape, batch, columns, spec.torch_dtype, group.device, kv_heads
     cache = KVCache.allocate(*size, again=caches, processes=group.local_size)

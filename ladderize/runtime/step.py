@@ -37,8 +37,8 @@ class Step:
         tokens: of this pass, in each row.
         """
         view, device = self.length or tokens, self.rope_factors.device
-        own = [window for window in windows if window < view]
-        if not own:
+        limiting = [window for window in windows if window < view]
+        if not limiting:
             return self
         columns = self.columns
         if isinstance(columns, int):
@@ -47,7 +47,7 @@ class Step:
         seen = self.mask
         if seen is None and self.causal:
             seen = distance >= 0
-        near = {window: distance < window for window in own}
+        near = {window: distance < window for window in limiting}
         return replace(self, near=near if seen is None else {window: mask & seen for window, mask in near.items()})
 
     def seen(self, window: int | None) -> tuple[Tensor | None, bool]:

@@ -50,10 +50,10 @@ def installed_version() -> str | None:
 def version_problem() -> str | None:
     """Return the reason why the version of the installed vLLM is refused, in one sentence, or None. Newer ones than
     ladderize knows are not."""
-    found = installed_version()
-    if found is None:
+    installed = installed_version()
+    if installed is None:
         return f'vLLM is not installed; pip install "{REQUIREMENT}"'
-    return None if _release(found) >= OLDEST else f'{not_known()}; pip install "{REQUIREMENT}"'
+    return None if _release(installed) >= OLDEST else f'{not_known()}; pip install "{REQUIREMENT}"'
 
 
 def is_newer() -> bool:
@@ -75,8 +75,8 @@ def check_vllm() -> None:
 
 def _release(name: str) -> tuple[int, ...]:
     """Return (major, minor) of a version; more than that of any other, if its name does not begin with numbers."""
-    found = re.match(r"(\d+)\.(\d+)", name)
-    return tuple(map(int, found.groups())) if found else (sys.maxsize,)
+    match = re.match(r"(\d+)\.(\d+)", name)
+    return tuple(map(int, match.groups())) if match else (sys.maxsize,)
 
 
 # ---- variables ----
@@ -87,9 +87,9 @@ BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"  # the cores of each rank, on CPUs
 def configuration_refusal(error: BaseException) -> str | None:
     """Return the messages that pydantic wraps into a report on all of vLLM's options; None for any other error."""
     errors = getattr(error, "errors", None)
-    if not callable(errors) or not (found := errors()):
+    if not callable(errors) or not (entries := errors()):
         return None
-    return "; ".join(" ".join(str(each.get("msg", error)).removeprefix("Value error, ").split()) for each in found)
+    return "; ".join(" ".join(str(each.get("msg", error)).removeprefix("Value error, ").split()) for each in entries)
 
 
 BACKEND_VARIABLE = "LADDERIZE_VLLM_BACKEND"

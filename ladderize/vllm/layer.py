@@ -36,8 +36,8 @@ class KeptWeight(UnquantizedLinearMethod):
 
 def row_parallel(count: int, projection: Any, inputs: Tensor) -> Tensor:
     """Return each virtual rank's product of its part of ``inputs`` [tokens, in], without bias: [count, tokens, out]."""
-    parts = inputs.unflatten(1, (count, -1)).transpose(0, 1)
-    return torch.bmm(parts, projection.weight.unflatten(1, (count, -1)).permute(1, 2, 0))
+    slices = inputs.unflatten(1, (count, -1)).transpose(0, 1)
+    return torch.bmm(slices, projection.weight.unflatten(1, (count, -1)).permute(1, 2, 0))
 
 
 def column_parallel(projection: Any, sizes: Sequence[int], inputs: Tensor) -> list[Tensor]:
@@ -46,17 +46,17 @@ def column_parallel(projection: Any, sizes: Sequence[int], inputs: Tensor) -> li
     sizes: of the projections' outputs on this process.
     inputs: each virtual rank's own, [count, tokens, hidden].
     """
-    count, parts = len(inputs), []
+    count, products = len(inputs), []
     biases = [None] * len(sizes) if projection.bias is None else projection.bias.split(sizes)
     for weight, bias in zip(projection.weight.split(sizes), biases, strict=True):
-        part = torch.bmm(inputs, weight.unflatten(0, (count, -1)).transpose(1, 2))
-        parts.append(part if bias is None else part + bias.view(count, 1, -1))
-    return parts
+        product = torch.bmm(inputs, weight.unflatten(0, (count, -1)).transpose(1, 2))
+        products.append(product if bias is None else product + bias.view(count, 1, -1))
+    return products
 
 
-def beside_each_other(parts: Tensor) -> Tensor:
+def beside_each_other(outputs: Tensor) -> Tensor:
     """Return the virtual ranks' parts [count, tokens, width] as [tokens, count * width]."""
-    return parts.transpose(0, 1).flatten(1)
+    return outputs.transpose(0, 1).flatten(1)
 
 
 class FamilyAttention(LlamaAttention):

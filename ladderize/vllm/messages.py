@@ -149,8 +149,8 @@ def _like_first(partial: Tensor, *arguments: Any) -> Tensor:
 
 
 def _messages(name: str) -> Messages:
-    found: Messages = get_forward_context().no_compile_layers[name]
-    return found
+    messages: Messages = get_forward_context().no_compile_layers[name]
+    return messages
 
 
 def _start(partial: Tensor, total: Tensor | None, reads: Tensor, messages: str) -> None:
@@ -165,8 +165,8 @@ def _start(partial: Tensor, total: Tensor | None, reads: Tensor, messages: str) 
     if total is not None:
         sender.in_flight.append(collectives.all_reduce_async(partial, total))
         return
-    own = partial.device.type == "cpu" and not collectives.copies
-    sender.in_flight.append(collectives.all_reduce_async(partial.clone() if own else partial))
+    needs_copy = partial.device.type == "cpu" and not collectives.copies
+    sender.in_flight.append(collectives.all_reduce_async(partial.clone() if needs_copy else partial))
 
 
 def _wait(partial: Tensor, made: Tensor, messages: str) -> Tensor:
@@ -226,18 +226,18 @@ class VllmOnStream(OnStream):
         # made for each message: nothing of it outlives the group's own communicators
         communicator = copy.copy(self.group.device_communicator)
         for name, argument in TAKES_OUTPUT.items():
-            if (own := getattr(communicator, name)) is not None:
-                setattr(communicator, name, OutputCommunicator(own, {argument: total}))
-        found = communicator.all_reduce(x)
-        if found is not total:
-            total.copy_(found)
+            if (inner := getattr(communicator, name)) is not None:
+                setattr(communicator, name, OutputCommunicator(inner, {argument: total}))
+        summed = communicator.all_reduce(x)
+        if summed is not total:
+            total.copy_(summed)
 
 
 class OutputCommunicator:
     """One of vLLM's communicators, whose all-reduce is given ``output``: the tensor to write into, by its argument."""
 
-    def __init__(self, own: Any, output: Mapping[str, Tensor]) -> None:
-        self.own, self.output = own, output
+    def __init__(self, inner: Any, output: Mapping[str, Tensor]) -> None:
+        self.own, self.output = inner, output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)

@@ -90,11 +90,11 @@ def missing_names() -> list[str]:
             missing.append(name)
             continue
         for owner, names in owners.items():
-            found = getattr(module, owner, None) if owner else module
-            if found is None:
+            holder = getattr(module, owner, None) if owner else module
+            if holder is None:
                 missing.append(f"{name}:{owner}")
             else:
-                missing += [f"{name}:{owner and f'{owner}.'}{each}" for each in names.split() if not _has(found, each)]
+                missing += [f"{name}:{owner and f'{owner}.'}{each}" for each in names.split() if not _has(holder, each)]
     return missing
 
 

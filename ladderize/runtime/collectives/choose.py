@@ -40,10 +40,10 @@ def choose(backend: str, group: Ranks, *, max_bytes: int, in_flight: int = 1) ->
 
     def make_split(size: int) -> Split:
         peers, neighbours = group.split(size, INFERENCE_TIMEOUT)  # training has no groups
-        own = backend if backend in ("nccl", "gloo", "none") else "auto"  # shared memory may serve a part alone
+        name = backend if backend in ("nccl", "gloo", "none") else "auto"  # shared memory may serve a part alone
         within, across = (
-            choose(own if part.size > 1 else "auto", part, max_bytes=max_bytes, in_flight=in_flight)[0]
-            for part in (neighbours, peers)
+            choose(name if ranks.size > 1 else "auto", ranks, max_bytes=max_bytes, in_flight=in_flight)[0]
+            for ranks in (neighbours, peers)
         )
         return Split(within, AcrossGroups(within, across, neighbours.rank))
 
@@ -60,14 +60,14 @@ def _chosen(backend: str, group: Ranks, max_bytes: int, in_flight: int) -> tuple
     if group.device.type == "cuda":
         return _on_gpu(backend, group)
     slots = max(LEAST_SLOTS, in_flight)
-    found = SharedMemory.problem(
+    mine = SharedMemory.problem(
         hosts=group.gather(host_id()),
         cores=len(set().union(*group.gather(cores()))),
         max_bytes=max_bytes,
         slots=slots,
         others=max(group.gather(group.others)),
     )
-    problem = next(filter(None, group.gather(found)), None)  # one answer for all ranks
+    problem = next(filter(None, group.gather(mine)), None)  # one answer for all ranks
     if backend == "shm" or (backend == "auto" and problem is None):
         if problem is not None:
             raise UserError(f"--backend shm cannot be used: {problem}; --backend gloo can")
@@ -101,6 +101,6 @@ def _on_gpu(backend: str, group: Ranks) -> tuple[Collectives, str]:
 
 def _peers_reachable(group: Ranks) -> bool:
     """Return True if all devices that this process sees reach each other's memory."""
-    own, seen = group.device.index, range(torch.cuda.device_count())
-    peers = set(group.gather(own)) - {own}
-    return all(torch.cuda.can_device_access_peer(own, peer) for peer in peers if peer in seen)
+    index, seen = group.device.index, range(torch.cuda.device_count())
+    peers = set(group.gather(index)) - {index}
+    return all(torch.cuda.can_device_access_peer(index, peer) for peer in peers if peer in seen)

@@ -56,10 +56,10 @@ class Recording(Observed):
         self.messages: list[Message] = []
 
     def split(self, size: int) -> Split:
-        parts = [Recording(part) for part in self.inner.split(size)]
-        for part in parts:
-            part.messages = self.messages
-        return Split(*parts)
+        split = [Recording(recording) for recording in self.inner.split(size)]
+        for recording in split:
+            recording.messages = self.messages
+        return Split(*split)
 
     def all_reduce_async(self, x: Tensor, *into: Tensor) -> Handle:
         message = Message("all_reduce", self.inner, x.nbytes)
