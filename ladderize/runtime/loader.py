@@ -10,15 +10,7 @@ from torch import Tensor
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import read_tensor
 from ladderize.layout import Layout
-from ladderize.runtime.layers import (
-    AttentionWeights,
-    HeadNorms,
-    JoinedLinears,
-    Linear,
-    MlpWeights,
-    RMSNorm,
-    Weights,
-)
+from ladderize.runtime.layers import AttentionWeights, HeadNorms, JoinedLinears, Linear, MlpWeights, RMSNorm, Weights
 from ladderize.runtime.shards import Shape, Slice, VirtualRanks, rank_shape, virtual_ranks
 
 Read = Callable[[Slice], Tensor]
@@ -78,7 +70,6 @@ def load_weights(
     """Return one rank's weights for ``layout``.
 
     pack: store weights as inference multiplies them fastest; see Linear and JoinedLinears.
-    advance: called with 1 after each layer.
     """
 
     def read(name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
@@ -111,8 +102,7 @@ def _layer(
         return Linear(read(f"{prefix}{name}.weight", 1, *bounds), pack=pack)
 
     def of_ranks(count: int, make: Callable[[Shape], Linear]) -> list[Linear]:
-        """Return the linear layers of the virtual ranks that this process computes apart, on a GPU joined: small
-        kernels mostly wait."""
+        """Return the layers of the virtual ranks computed apart, on a GPU joined: small kernels mostly wait."""
         made = [make(rank_shape(shape, count, k)) for k in range(count)]
         return JoinedLinears(made) if pack and count > 1 and made[0].weight.device.type != "cpu" else made
 
@@ -150,8 +140,7 @@ def _layer(
 
 
 def pair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder each head's rows so that the two that rope turns together are neighbours, as a complex product needs
-    them.
+    """Reorder each head's rows so that the two that rope turns together are neighbours, as a complex product needs.
 
     Done to q and k alike, this changes no attention score.
     """

@@ -22,7 +22,7 @@ ACTIVATIONS = ("silu", "swish")
 
 @dataclass(frozen=True)
 class Slice:
-    """A slice of a checkpoint's tensor: ``start`` to ``stop`` of dimension ``dim``. dim None: all of it.
+    """Indices ``start`` to ``stop`` of a tensor's dimension ``dim``, or without one all of it.
 
     rows: the length to pad dimension 0 to with zeros, for a vocabulary that the ranks do not divide.
     """
@@ -136,11 +136,13 @@ def check_runnable(
     virtual = layout.sync_tp_size
     if virtual is None or virtual % tp_size == 0 or (in_groups and tp_size % virtual == 0):
         return
+    problem, groups = "does not divide", ""
+    if in_groups:
+        problem, groups = "neither divides nor is a multiple of", f", and in groups on multiples of {virtual}"
     sizes = ", ".join(map(str, runnable_sizes(config, layout)))
     raise LayoutError(
-        f"{name} {tp_size} {'neither divides nor is a multiple of' if in_groups else 'does not divide'} the {virtual}"
-        " virtual ranks (sync_tp_size) that this layout's delayed or dropped sync points were made for; this model"
-        f" runs on {sizes}{f', and in groups on multiples of {virtual}' if in_groups else ''}"
+        f"{name} {tp_size} {problem} the {virtual} virtual ranks (sync_tp_size) that this layout's delayed or dropped"
+        f" sync points were made for; this model runs on {sizes}{groups}"
     )
 
 
@@ -155,7 +157,7 @@ def group_size(sync_tp_size: int | None, tp_size: int) -> int:
 
 
 class VirtualRanks(NamedTuple):
-    """The numbers of virtual ranks that one process computes apart in a layer, by weight; 1: all as one."""
+    """The numbers of virtual ranks that one process computes apart in a layer, by weight."""
 
     qkv: int
     o: int
@@ -183,11 +185,9 @@ def cached_heads(shape: Shape, layout: Layout) -> int:
 
 
 def weight_bytes(shape: Shape, width: int, *, packed: bool, projections: int | None = None) -> int:
-    """Return the bytes of one rank's weights.
+    """Return the bytes of one rank's weights, each of ``width`` bytes, or of ``projections`` bytes in a projection.
 
-    width: bytes of a number.
     packed: the LM head is a copy even of a tied embedding.
-    projections: bytes of a number of a projection's weight, where these are others.
     """
     attention = (2 * shape.own_heads + 2 * shape.own_kv_heads) * shape.head_dim * shape.hidden
     layer = attention + 3 * shape.own_inner * shape.hidden
@@ -197,15 +197,11 @@ def weight_bytes(shape: Shape, width: int, *, packed: bool, projections: int | N
 
 
 def cache_bytes(shape: Shape, layout: Layout, batch: int, columns: int, width: int) -> int:
-    """Return the bytes of one rank's keys and values of ``batch`` texts of ``columns`` tokens.
-
-    width: bytes of a number.
-    """
+    """Return the bytes of one rank's keys and values of ``batch`` texts of ``columns`` tokens."""
     return 2 * shape.layers * batch * cached_heads(shape, layout) * columns * shape.head_dim * width
 
 
 # ---- sizes without weights ----
-
 SHAPES = Path(__file__).parent / "shapes.json"
 
 
@@ -217,9 +213,8 @@ def known_shapes() -> dict[str, dict[str, Any]]:
 
 def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of the family's own dense model of the same sizes."""
-    return {key: value for key, value in config.items() if key not in CONFIG_KEYS} | {
-        "model_type": known_family(config).model_type
-    }
+    kept = {key: value for key, value in config.items() if key not in CONFIG_KEYS}
+    return {**kept, "model_type": known_family(config).model_type}
 
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -230,16 +225,12 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def read_shape(name: str, option: str = "--random-weights") -> dict[str, Any]:
-    """Return the config of a bundled size by its name, of a config.json, or of its folder. Raises UserError for others.
-
-    option: the option that named it.
-    """
+    """Return the config of a bundled size by its name, of a config.json, or of its folder, as ``option`` names it."""
     shapes = known_shapes()
     if name in shapes:
         return shapes[name]
     path = Path(name).expanduser()
-    if path.is_dir():
-        path = path / "config.json"
+    path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise UserError(f"{option} {name} is neither one of {', '.join(shapes)} nor a config.json or its folder")
     return read_json(path)
