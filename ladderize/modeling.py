@@ -1,11 +1,6 @@
-"""The one way to open a model, ``load``, and a tokenizer, ``load_tokenizer``. ``register`` tells transformers of our
-classes.
-
-Nothing happens at import.
-"""
+"""The one way to open a model and a tokenizer; ``register`` tells transformers of our classes."""
 
 import hashlib
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +86,11 @@ def load(
     checkpoint = open_checkpoint(model, revision, sound="any")
     register()
     folder = checkpoint.folder
-    check_transformers_runs(str(model), checkpoint.config, folder)
+    family = find_family(checkpoint.config)
+    quantised = quantisation_of(checkpoint.config, folder) if family is not None else None
+    problem = quantised.problem_in_transformers if quantised is not None else None
+    if problem is not None:
+        raise UserError(f"{model}: {problem}; `ladderize eval --backend vllm` and `vllm serve` run them")
     if is_ladderized(checkpoint.config):
         trust_remote_code = False
     if device is not None:
@@ -121,14 +120,6 @@ def model_config(checkpoint: Checkpoint, trust_remote_code: bool = False) -> "Pr
 
     kind = type(AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code))
     return kind.from_dict(dict(checkpoint.config))
-
-
-def check_transformers_runs(model: str, config: Mapping[str, Any], folder: Path) -> None:
-    """Raise UserError where the weights are quantised and transformers does not run them here."""
-    quantised = quantisation_of(config, folder) if find_family(config) is not None else None
-    problem = quantised.problem_in_transformers if quantised is not None else None
-    if problem is not None:
-        raise UserError(f"{model}: {problem}; `ladderize eval --backend vllm` and `vllm serve` run them")
 
 
 def load_tokenizer(

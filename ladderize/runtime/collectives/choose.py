@@ -1,10 +1,7 @@
 """The choice of a group's backend, with its reason."""
 
-from typing import get_args
-
 import torch
 
-from ladderize.choices import BackendName
 from ladderize.console import sentence
 from ladderize.errors import UsageError, UserError
 from ladderize.ranks.device import cores
@@ -14,26 +11,20 @@ from ladderize.runtime.collectives.gloo import Gloo
 from ladderize.runtime.collectives.gpu import ONE_SHOT_BYTES, Nccl, SymmetricMemory
 from ladderize.runtime.collectives.shm import LEAST_SLOTS, SharedMemory
 
-BACKENDS = get_args(BackendName)
-
 
 def check_backend(backend: str, ranks: int, device: str) -> None:
-    """Raise UsageError for a backend that is unknown or takes no effect, UserError for one of another device."""
-    if backend not in BACKENDS:
-        raise UsageError(f"--backend {backend} is not one of {', '.join(BACKENDS)}")
+    """Raise UsageError for a backend that takes no effect, UserError for one of another device."""
     if backend != "auto" and ranks == 1:
         raise UsageError(f"--backend {backend} has no effect with one rank; leave it out or raise --tp-size")
-    if backend in ("nccl", "symm_mem", "gloo", "shm") and (backend in ("nccl", "symm_mem")) != (device == "cuda"):
-        raise UserError(
-            f"--backend {backend} is for {'CPUs' if device == 'cuda' else 'GPUs'}, but the ranks would compute on"
-            f" {device}"
-        )
+    if backend in (("gloo", "shm") if device == "cuda" else ("nccl", "symm_mem")):
+        others = "CPUs" if device == "cuda" else "GPUs"
+        raise UserError(f"--backend {backend} is for {others}, but the ranks would compute on {device}")
 
 
 def choose(backend: str, group: Ranks, *, max_bytes: int, in_flight: int = 1) -> tuple[Collectives, str]:
     """Return the collectives of a group, and one sentence on the choice.
 
-    max_bytes: the largest message that will be sent.
+    max_bytes: of the largest message that will be sent.
     in_flight: the most messages that are started before one is waited for.
     """
     collectives, why = _chosen(backend, group, max_bytes, in_flight)
