@@ -24,7 +24,7 @@ BLOCKING, OVERLAPPED, DELAYED, DROPPED = "blocking", "overlapped", "delayed", "d
 
 @dataclass(frozen=True)
 class Mode:
-    """What other files ask of a mode.
+    """A mode, as other files ask for it.
 
     layers: the name of layers with it, and their option.
     of_mlp: an MLP's sync point may have it.

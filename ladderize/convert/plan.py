@@ -129,12 +129,11 @@ class ConversionReport(Record):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a conversion needs besides its report.
+    """The means of a conversion, and its report as far as it is known before anything is written.
 
     recipe: makes this output of the dense model; the layout may have come with the source.
     changes: with the assignment of the recipe.
     without_code: texts of carried files that name code, without that.
-    report: as far as it is known before anything is written.
     """
 
     source: Checkpoint
