@@ -16,12 +16,7 @@ MOST_LABELS = 1_000_000  # transformers makes two dictionaries of as many entrie
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "num_labels")
 LARGEST = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", *OPTIONAL_SIZES), MOST)
 LARGEST |= {"num_hidden_layers": MOST_LAYERS, "num_attention_heads": MOST_HEADS, "num_labels": MOST_LABELS}
-# The types of rotary embeddings, and the keys that each requires.
-ROPE_NEEDS: dict[str, tuple[str, ...]] = {
-    **{"default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",), "proportional": ()},
-    "longrope": ("short_factor", "long_factor"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 STATED_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "auto")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -57,25 +52,19 @@ def check_size(config: Mapping[str, Any], key: str, *, is_optional: bool = False
 
 
 def check_rope(config: Mapping[str, Any]) -> None:
-    """Raise UserError unless the rotary embedding is of a known type and has its numbers."""
-    for key in ("rope_scaling", "rope_parameters"):
-        value = config.get(key)
-        if value is not None and not isinstance(value, dict):
-            raise UserError(f"config.json: {key} is {str(value)[:60]!r}, but must be an object; repair the file")
+    """Raise UserError unless the rotary embedding is of a known type; transformers names a number that it lacks."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"config.json: rope_parameters is {str(rope)[:60]!r}, but must be an object; repair the file")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE_NEEDS:
+    if kind not in ROPE_TYPES:
         raise UserError(
-            f"config.json: the rope_type is {str(kind)[:60]!r}, which is not one of {', '.join(ROPE_NEEDS)}; repair"
+            f"config.json: the rope_type is {str(kind)[:60]!r}, which is not one of {', '.join(ROPE_TYPES)}; repair"
             " the file, or update transformers and ladderize"
         )
-    for key in ROPE_NEEDS[kind]:
-        if key not in rope:
-            raise UserError(f"config.json: a rope_type of {kind} needs {key}; repair the file")
     stated = {**config, **rope}
-    for key in (*ROPE_NEEDS[kind], "rope_theta", "rms_norm_eps"):
-        if key in stated and key not in ("short_factor", "long_factor"):
-            positive(stated, key)
+    for key in stated.keys() & {"rope_theta", "rms_norm_eps"}:
+        positive(stated, key)
 
 
 def kv_head_count(config: Mapping[str, Any]) -> int:

@@ -92,14 +92,13 @@ def check_entries(folder: Path) -> None:
 
 def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[str]]:
     """Return every tensor that transformers would read from ``folder``, by its name in the file, and warnings."""
+    has_index = (folder / INDEX).exists()
     if (folder / WEIGHTS).exists():
         shards = sorted(path.name for path in folder.glob("*.safetensors") if path.name != WEIGHTS)
-        warning = (
-            f"{WEIGHTS} lies beside {INDEX} and its shards ({_some(shards)}); {WEIGHTS} counts, as for transformers:"
-            " remove what is not meant"
-        )
-        return read_header(folder, WEIGHTS), [warning] if shards and (folder / INDEX).exists() else []
-    if not (folder / INDEX).exists():
+        warning = f"{WEIGHTS} lies beside {INDEX} and its shards ({_some(shards)}); {WEIGHTS} counts, as for"
+        warnings = [f"{warning} transformers: remove what is not meant"] if shards and has_index else []
+        return read_header(folder, WEIGHTS), warnings
+    if not has_index:
         raise _no_weights(folder)
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

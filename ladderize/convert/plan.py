@@ -49,7 +49,7 @@ FOREIGN = (*OTHER_WEIGHTS, ".safetensors", ".npz", ".index.json", ".py", ".pyc",
 
 @dataclass(frozen=True)
 class Changes:
-    """The changes besides the layout, with what is recorded about them; by default there are none.
+    """The changes besides the layout, with what is recorded about them.
 
     assignment: of heads and neurons to ranks, instead of the recipe's.
     replace: tensors from other files (``TensorInfo.file`` is absolute), in their new order; their dtype stays the old.

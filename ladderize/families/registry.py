@@ -39,8 +39,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoder_of(config: Mapping[str, Any]) -> Decoder:
-    """Return the decoder of a config; raises UserError for an unsupported family, or a config that makes no sense in
-    its own."""
+    """Return the decoder of a config; raises UserError for another family, or a config that makes no sense."""
     return family_of(config).describe(config)
 
 
@@ -51,6 +50,5 @@ def is_ladderized(config: Mapping[str, Any]) -> bool:
 
 
 def is_authors(config: Mapping[str, Any]) -> bool:
-    """Return whether the config is of the published checkpoints of Ladder Residual, which state their layout in another
-    way."""
+    """Return whether the config is of the authors' checkpoints of Ladder Residual, whose layout has another form."""
     return config.get("model_type") == AUTHORS_TYPE

@@ -87,12 +87,8 @@ def started_rank_variables(rank: Place, environment: Mapping[str, str]) -> dict[
 
     Ranks of one host meet on its loopback interface. Where there are several hosts, the user knows the interface.
     """
-    variables = {
-        RANK: str(rank.rank),
-        WORLD_SIZE: str(rank.size),
-        LOCAL_RANK: str(rank.local_rank),
-        LOCAL_WORLD_SIZE: str(rank.local_size),
-    }
+    numbers = (rank.rank, rank.size, rank.local_rank, rank.local_size)
+    variables = dict(zip((RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), map(str, numbers), strict=True))
     if rank.local_size == rank.size:
         loopback = "lo" if Path("/sys/class/net/lo").exists() else "lo0"
         variables[GLOO_INTERFACE] = environment.get(GLOO_INTERFACE) or loopback

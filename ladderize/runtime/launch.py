@@ -178,7 +178,6 @@ def _watch(processes: Sequence[BaseProcess], pipes: Sequence[Connection], report
 
 
 def how_it_ended(exitcode: int | None) -> str:
-    """Return words for the end of a process that reported nothing."""
     if exitcode is None or exitcode >= 0:
         return f"ended with exit code {exitcode}"
     name = signal.Signals(-exitcode).name

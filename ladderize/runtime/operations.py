@@ -41,8 +41,7 @@ class Operations:
         shape: Shape,
         virtual: int = 0,
     ) -> Tensor:
-        """Return o_proj's input in layer ``index``, [batch, tokens, own heads * head_dim]. Keys and values go into the
-        cache.
+        """Return o_proj's input in layer ``index``, [batch, tokens, own heads * head_dim]; keys and values are cached.
 
         x: the residual stream [batch, tokens, hidden].
         shape, virtual: of the virtual rank that is computed, and its number among ``weights.qkv``.
@@ -88,8 +87,7 @@ class Operations:
 
     @staticmethod
     def mlp(weights: MlpWeights, x: Stream, apart: list[Tensor] | None) -> Tensor:
-        """Return down_proj's input, [batch, tokens, own inner], of the virtual ranks side by side. Rank k reads x +
-        apart[k]."""
+        """Return down_proj's input, [batch, tokens, own inner], of the virtual ranks side by side, as they read."""
         x = whole(x)
         if apart is None:
             return gated(weights.gate_up[0](weights.norm(x)))
@@ -100,8 +98,7 @@ class Operations:
 
 
 def rotate(x: Tensor, rope_factors: Tensor) -> Tensor:
-    """Apply rope: multiply neighbouring pairs of x [batch, tokens, heads, head_dim], as complex numbers, by
-    ``rope_factors`` (RoFormer, arXiv 2104.09864)."""
+    """Apply rope: multiply neighbouring pairs of x, as complex numbers, by factors (RoFormer, arXiv 2104.09864)."""
     pairs = x.unflatten(-1, (-1, 2))
     return torch.view_as_real(torch.view_as_complex(pairs) * rope_factors).flatten(-2)
 

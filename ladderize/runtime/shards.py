@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ladderize.checkpoint.config import head_dim, is_tied, kv_head_count
 from ladderize.errors import UserError
 from ladderize.families.base import Decoder
 from ladderize.families.registry import complete_config, known_family
@@ -60,20 +59,21 @@ class Shape:
         cls, config: Mapping[str, Any], *, tp_size: int, rank: int, replicate_vocab: bool = False
     ) -> "Shape":
         check_split(config, tp_size, name="--tp-size")
+        full = complete_config(config)
         return cls(
-            config["vocab_size"],
-            config["hidden_size"],
-            config["intermediate_size"],
-            config["num_hidden_layers"],
-            config["num_attention_heads"],
-            kv_head_count(config),
-            head_dim(config),
-            complete_config(config)["rms_norm_eps"],
-            is_tied(config),
-            tp_size,
-            rank,
-            replicate_vocab or tp_size == 1,
-            known_family(config).describe(config),
+            vocab=full["vocab_size"],
+            hidden=full["hidden_size"],
+            inner=full["intermediate_size"],
+            layers=full["num_hidden_layers"],
+            heads=full["num_attention_heads"],
+            kv_heads=full["num_key_value_heads"],
+            head_dim=full["head_dim"],
+            eps=full["rms_norm_eps"],
+            tied=bool(full["tie_word_embeddings"]),
+            tp_size=tp_size,
+            rank=rank,
+            replicate_vocab=replicate_vocab or tp_size == 1,
+            decoder=known_family(config).describe(config),
         )
 
     @property

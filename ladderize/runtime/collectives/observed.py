@@ -33,10 +33,8 @@ class Observed(Collectives):
 
 @dataclass
 class Message:
-    """A message of a pass.
+    """A message of a pass: an all_reduce, or an all_gather of ``bytes`` from each rank.
 
-    collective: all_reduce, or all_gather of ``bytes`` from each rank.
-    over: the collectives that carry it.
     completed: True once the sum has been waited for.
     vocabulary: True for the embedding's or the LM head's, which every layout waits for.
     """
