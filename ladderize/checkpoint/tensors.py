@@ -116,8 +116,10 @@ def write_tensors(
 
     def announced(name: str) -> "Iterator[Tensor]":
         tensor = produce(name).detach()
-        if (tensor.dtype, tuple(tensor.shape)) != (infos[name][0], tuple(infos[name][1])):
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, but was declared as {infos[name]}")
+        dtype, shape = infos[name]
+        if (tensor.dtype, tuple(tensor.shape)) != (dtype, tuple(shape)):
+            actual = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{name} was declared as {dtype} {list(shape)}, but is {actual}")
         yield tensor
 
     ordered = sorted(infos.items(), key=lambda item: -item[1][0].itemsize)
