@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from ladderize import convert_checkpoint, load
-
+from ladderize.checkpoint import writing
 from ladderize.convert import pipeline
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
