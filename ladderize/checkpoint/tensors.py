@@ -70,13 +70,6 @@ def shorter(path: Path) -> UserError:
     return UserError(f"{path} became shorter while it was read; nothing was written, read it again")
 
 
-def bytes_of(tensor: "Tensor") -> memoryview:
-    """Return a tensor's values as a safetensors file stores them."""
-    import torch
-
-    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
-
-
 def write_file(
     path: Path,
     tensors: Iterable[tuple[str, str, Sequence[int]]],
@@ -88,6 +81,8 @@ def write_file(
     tensors: name, safetensors dtype and shape; wide dtypes first, so that each is aligned.
     chunks: returns the values of a tensor, by its name, some at a time, on any device.
     """
+    import torch
+
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors:
@@ -99,7 +94,7 @@ def write_file(
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name in [*header][1:]:
             for chunk in chunks(name):
-                advance(file.write(bytes_of(chunk)))
+                advance(file.write(chunk.cpu().reshape(-1).view(torch.uint8).numpy().data))
 
 
 def write_tensors(

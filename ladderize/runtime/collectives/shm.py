@@ -127,19 +127,16 @@ class SharedMemory(Collectives):
             os.unlink(path)
         return memory
 
-    def _views(self, x: Tensor) -> list[list[Tensor]]:
-        """Return every rank's message in each slot, shaped like x."""
-        size = x.nbytes
-        if size > self.slot_bytes:
-            raise RuntimeError(f"a message of {size} bytes is over the {self.slot_bytes} that were announced")
-        return [[*slot[:, :size].view(x.dtype).view(self.ranks, *x.shape)] for slot in self.messages]
-
     def _post(self, x: Tensor) -> tuple[list[Tensor], int]:
         """Put ``x`` into the next slot; return that slot's messages, one for each rank, and the message's number."""
         key = (x.shape, x.dtype)
         views = self.views.get(key)
         if views is None:
-            views = self.views[key] = self._views(x)
+            size = x.nbytes
+            if size > self.slot_bytes:
+                raise RuntimeError(f"a message of {size} bytes is over the {self.slot_bytes} that were announced")
+            views = [[*slot[:, :size].view(x.dtype).view(self.ranks, *x.shape)] for slot in self.messages]
+            self.views[key] = views
         number, slots = self.sent + 1, self.slots
         if number > slots:
             if self.received < number - slots:
