@@ -171,7 +171,8 @@ class _Progress:
 
     def __str__(self) -> str:
         elapsed, steps = time.monotonic() - self.begin, self.done - self.first
-        left = f", {human_seconds(elapsed * (self.total - self.done) / steps)} left" if steps else ""
+        more = self.total - self.done
+        left = f", {human_seconds(elapsed * more / steps)} left" if steps and more > 0 else ""
         counts = f"{self.done / max(1, self.total):4.0%} ({self.shown(self.done)} of {self.shown(self.total)})"
         return f"{counts}, {human_seconds(elapsed)}{left}{self.detail and f', {self.detail}'}"
 
@@ -194,9 +195,13 @@ def _each_minute(line: Callable[[], str]) -> Iterator[None]:
         thread.join()
 
 
-@functools.cache
 def _terminal(stream: Any) -> Any:
     """Return rich's console of a stream: one for all that is drawn there at a time."""
+    return _console_of(getattr(stream, "rich_proxied_file", stream))  # a bar replaces stderr by a proxy
+
+
+@functools.cache
+def _console_of(stream: Any) -> Any:
     from rich.console import Console as RichConsole
 
     return RichConsole(file=stream, highlight=False, emoji=False)
