@@ -58,13 +58,13 @@ class ConvertOptions(Recipe):
     revision: str | None = option(REVISION)
 
     def __post_init__(self) -> None:
+        asked = [field.name for field in fields(Recipe) if getattr(self, field.name) is not None]
+        if self.recipe is not None and asked:
+            raise UsageError(f"--recipe and {flag(asked[0])} cannot be combined; give one of them")
         super().__post_init__()
         check_assign(self.assign)
         if self.assign and self.assignment is not None:
             raise UsageError("--assign computes what --assignment reads from a file; give one of them")
-        asked = [field.name for field in fields(Recipe) if getattr(self, field.name) is not None]
-        if self.recipe is not None and asked:
-            raise UsageError(f"--recipe and {flag(asked[0])} cannot be combined; give one of them")
 
     @property
     def asked(self) -> Recipe:
