@@ -281,15 +281,20 @@ class Layout:
 
     def __str__(self) -> str:
         """Return the layout in one line, such as ``32 layers: ladder 16:32``."""
+        return f"{self.num_layers} layers: {self.words}"
+
+    @property
+    def words(self) -> str:
+        """The layout without the number of layers, such as ``ladder 16:32``."""
         if self.is_dense:
-            return f"{self.num_layers} layers: dense"
+            return "dense"
         layers: dict[str, list[int]] = {"ladder": [], "delayed": [], "spd": []}
         for index in range(self.num_layers):
             for name in self.layer_name(index).split("+"):
                 layers.setdefault(name, []).append(index)
         parts = [f"{name} {format_ranges(own)}" for name, own in layers.items() if own and name != "dense"]
         ranks = "" if self.sync_tp_size is None else f" (sync_tp_size {self.sync_tp_size})"
-        return f"{self.num_layers} layers: " + ", ".join(parts) + ranks
+        return ", ".join(parts) + ranks
 
     def table(self) -> list[dict[str, Any]]:
         """Return one row for each layer: its name and its two sync points."""

@@ -6,7 +6,7 @@ All text of documents is escaped. The page runs no script.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import ladderize
@@ -17,14 +17,13 @@ from ladderize.files.documents import check_writable
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import replacement
-from ladderize.report.accuracy_plots import recovery_plots, retraining_plots, sensitivity_plots, task_plots
 from ladderize.report.answer import Answer, find_answer
 from ladderize.report.documents import find_documents
 from ladderize.report.join import ReportContent, join_documents
-from ladderize.report.plot import PALETTE, ReportPlot, draw, save_pictures
-from ladderize.report.speed_plots import speed_plots, time_plots
 from ladderize.report.tables import ReportTable, models_table, setup_facts
-from ladderize.report.tradeoff_plot import tradeoff_plots
+
+if TYPE_CHECKING:
+    from ladderize.report.plot import ReportPlot
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -39,12 +38,12 @@ class ReportPage:
     title: str
     answer: Answer
     models: ReportTable
-    sections: dict[str, list[ReportPlot]]
+    sections: dict[str, list["ReportPlot"]]
     setup: list[tuple[str, dict[str, str]]]
     remarks: list[str]
 
     @property
-    def plots(self) -> list[ReportPlot]:
+    def plots(self) -> list["ReportPlot"]:
         return [plot for plots in self.sections.values() for plot in plots]
 
 
@@ -88,9 +87,11 @@ def write_report(
     with console.stage("reading"):
         page = build_page(join_documents(find_documents([Path(path) for path in paths]), margin))
     with console.stage("drawing"):
+        from ladderize.report.plot import draw
+
         drawings = {plot.name: [draw(panel) for panel in plot.panels] for plot in page.plots}
         css = (TEMPLATES / "page.css").read_text(encoding="utf-8")
-        written = [_write(out, "page.html.j2", page=page, drawings=drawings, css=css, palette=PALETTE)]
+        written = [_write(out, "page.html.j2", page=page, drawings=drawings, css=css)]
         if card is not None:
             folder = card.with_name(f"{card.stem}-pictures")
             folder.mkdir(exist_ok=True)
@@ -114,6 +115,8 @@ def _place(path: str | Path, option: str, *endings: str) -> Path:
 
 def _write_pictures(panels: list[str], stem: Path) -> list[Path]:
     """Write the pictures of a plot; return them, PNG and SVG in turn. Several are numbered."""
+    from ladderize.report.plot import save_pictures
+
     stems = [stem] if len(panels) == 1 else [Path(f"{stem}-{number}") for number in range(1, len(panels) + 1)]
     return [path for panel, one in zip(panels, stems, strict=True) for path in save_pictures(panel, one)]
 
@@ -121,15 +124,21 @@ def _write_pictures(panels: list[str], stem: Path) -> list[Path]:
 def check_libraries() -> None:
     """Raise UserError where the extra ``report`` is not installed."""
     try:
+        import altair  # noqa: F401
         import jinja2  # noqa: F401
         import vl_convert  # noqa: F401
     except ImportError:
-        raise UserError("a report needs jinja2 and vl-convert-python: pip install jinja2 vl-convert-python") from None
+        raise UserError(
+            "a report needs altair, jinja2 and vl-convert-python: pip install altair jinja2 vl-convert-python"
+        ) from None
 
 
 def build_page(content: ReportContent) -> ReportPage:
     """Return the page, without the sections of what was not measured."""
-    answer, reference = find_answer(content), content.reference
+    from ladderize.report.accuracy_plots import recovery_plots, retraining_plots, sensitivity_plots, task_plots
+    from ladderize.report.speed_plots import speed_plots, time_plots, tradeoff_plots
+
+    answer, reference = find_answer(content), content.models[0] if content.models else None
     # the last two parts of its path: the folder of a model may be called ``dense``
     of_model = f": {Path(*Path(reference.model).parts[-2:])}" if reference is not None else ""
     sections = {
@@ -137,15 +146,15 @@ def build_page(content: ReportContent) -> ReportPage:
         "Task by task": task_plots(content),
         "Speed": speed_plots(content),
         "Where the time goes": time_plots(content),
-        "Sensitivity": sensitivity_plots(content.found),
-        "Recovery": [*recovery_plots(content), *retraining_plots(content.found.retrainings)],
+        "Sensitivity": sensitivity_plots(content.documents),
+        "Recovery": [*recovery_plots(content), *retraining_plots(content.documents)],
     }
     return ReportPage(
         title=f"Accuracy against speed{of_model}",
         answer=answer,
         models=models_table(content, answer.setting),
         sections={title: plots for title, plots in sections.items() if plots},
-        setup=setup_facts(content.found),
+        setup=setup_facts(content.documents),
         remarks=content.remarks,
     )
 
