@@ -63,7 +63,7 @@ def answer_of(*paths, margin=None):
 
 def rows_of(page, name):
     (plot,) = (plot for plot in page.plots if plot.name == name)
-    return plot.panels[0].rows
+    return plot.panels[0].data.values
 
 
 def models_of(page):
@@ -151,7 +151,7 @@ def test_times_in_vllm_are_settings_of_their_own(files):
     best = answer_of(files)[1]
     assert best == "ladder"
     (speed,) = (plot for plot in page_of(files).plots if plot.name == "speed")
-    assert sorted("(vLLM, cpu)" in panel.chart.title for panel in speed.panels) == [False, True]
+    assert sorted("(vLLM, cpu)" in panel.title for panel in speed.panels) == [False, True]
 
 
 def test_times_of_random_weights_are_never_joined_to_an_accuracy(files):
@@ -281,7 +281,7 @@ def test_the_page_of_a_sweep(sweep):
     rows = rows_of(page, "tradeoff")
     assert {row["name"] for row in rows} == {"dense", "ladder", "ladder-1000", "ladder-9000", "spd"}
     (tradeoff,) = (plot for plot in page.plots if plot.name == "tradeoff")
-    assert [panel.chart.title.split(", ")[1] for panel in tradeoff.panels] == ["batch 1", "batch 4"]
+    assert [panel.title.split(", ")[1] for panel in tradeoff.panels] == ["batch 1", "batch 4"]
     assert all(row["y_low"] < row["y"] < row["y_high"] for row in rows if row["name"] != "dense")
     recovery = rows_of(page, "recovery")  # it begins at the model that was not retrained
     assert [row["tokens"] for row in recovery if row["line"] == "ladder 0:4, full"] == [0, 1000, 9000]

@@ -26,6 +26,7 @@ def find_answer(content: ReportContent) -> Answer:
     nearest = None if shown else _nearest(others)
     best, setting = _fastest(shown or ([nearest] if nearest is not None else others), content.settings)
     timing = best.timings[setting] if best is not None and setting is not None else None
+    recommended = best if shown and (timing is None or timing.is_faster) else None
     sentences = _not_evaluated(content.models)
     if best is not None and setting is not None and timing is not None:
         accuracy = f"{points_text(best.difference)} points from dense; " if best.difference else ""
@@ -33,7 +34,6 @@ def find_answer(content: ReportContent) -> Answer:
         note = " This speed-up is emulated, not measured on a whole group." * (setting.kind == "emulated")
         speedup = f"end to end {speedup_text(timing.speedup())}{interval}"
         sentences.append(f"{best.name}: {accuracy}{speedup}, {setting.title}.{note}")
-    recommended = None
     if best is not None and shown:
         headline = f"{best.title} is at most {margin} less accurate than dense"
         if timing is None:
@@ -42,7 +42,6 @@ def find_answer(content: ReportContent) -> Answer:
             headline += f" and {timing.speedup().value:.2f}\u00d7 as fast: both are shown by 95 % intervals."
         else:
             headline += ", but no layout within that is shown to be faster in any setting that was timed."
-        recommended = best if timing is None or timing.is_faster else None
     elif any(model.difference for model in others):
         headline = f"No layout is shown to be within {margin} of dense."
         if samples := max(model.samples_needed for model in others):

@@ -1,7 +1,6 @@
 """The documents that a report is made of: found in the files and folders that the user named, read and checked."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,10 +24,7 @@ PATTERNS = ("results*.json", "bench*.json", "sensitivity*.json")
 
 @dataclass(frozen=True)
 class MetricsLine(Record):
-    """A line of metrics.jsonl: of a step, or of a validation.
-
-    tokens: the number that was read so far.
-    """
+    """A line of metrics.jsonl: of a step, or of a validation. tokens: the number that was read so far."""
 
     step: int
     tokens: int | None = None
@@ -44,11 +40,7 @@ class MetricsLine(Record):
 
 @dataclass(frozen=True)
 class RetrainingRun:
-    """One retraining.
-
-    name: of the sweep's point, else of its folder.
-    validations: lines with the tokens that were read by then.
-    """
+    """The validations of one retraining. name: of the sweep's point, else of its folder."""
 
     name: str
     validations: list[MetricsLine]
@@ -56,13 +48,6 @@ class RetrainingRun:
 
 Document = SweepDocument | EvalResults | BenchDocument | SensitivityDocument | RetrainingRun
 Kind = TypeVar("Kind", bound=Document)
-# a key that only one kind of document has, and its reader
-READERS: dict[str, Callable[[dict[str, Any], Path], Document]] = {
-    "points": SweepDocument.from_dict,
-    "models": EvalResults.from_dict,
-    "costs": lambda _, path: read_sensitivity(path),
-    "rows": BenchDocument.from_dict,
-}
 
 
 @dataclass
@@ -80,26 +65,22 @@ class FoundDocuments:
 
 
 def find_documents(paths: list[Path]) -> FoundDocuments:
-    """Return all documents in the files and folders that a user named.
-
-    Raises UserError for a path that is not there, a file that is corrupt or no document of ladderize, and a folder with
-    none.
-    """
-    found_documents = FoundDocuments()
+    """Return all documents in the files and folders that a user named. Raises UserError for a path without any."""
+    documents = FoundDocuments()
     for path in map(resolved, paths):
         if not path.exists():
             raise UserError(f"{path} does not exist; name a sweep's folder, or files that eval or bench wrote")
         if path.is_file():
-            _add_file(path, found_documents)
+            _add_file(path, documents)
         elif (path / SWEEP).is_file():
-            _add_file(path / SWEEP, found_documents)
+            _add_file(path / SWEEP, documents)
         else:
-            _add_folder(path, found_documents)
-    return found_documents
+            _add_folder(path, documents)
+    return documents
 
 
 def _add_folder(folder: Path, documents: FoundDocuments) -> None:
-    """Add the documents in a folder and in the folders below it. Raises UserError where there are none."""
+    """Add the documents in a folder and in the folders below it."""
     below = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     files = [file for level in (folder, *below) for pattern in PATTERNS for file in sorted(level.glob(pattern))]
     for file in filter(Path.is_file, files):
@@ -121,37 +102,41 @@ def _add_file(path: Path, documents: FoundDocuments, *, is_named: bool = True) -
     if path in documents.documents:
         return
     content = read_document(path, READABLE)
-    read = next((reader for key, reader in READERS.items() if key in content), None)
-    if read is None:
-        raise UserError(f"{path} is none of the documents that a report is made of: {READABLE}")
-    document = read(content, path)
-    if isinstance(document, BenchDocument) and document.options.train:
-        if is_named:
+    if "points" in content:  # a key that only one kind of document has
+        sweep = SweepDocument.from_dict(content, path)
+        documents.documents[path] = sweep
+        _add_stages(path, sweep, documents)
+    elif "models" in content:
+        documents.documents[path] = EvalResults.from_dict(content, path)
+    elif "costs" in content:
+        documents.documents[path] = read_sensitivity(path)
+    elif "rows" in content:
+        bench = BenchDocument.from_dict(content, path)
+        if not bench.options.train:
+            documents.documents[path] = bench
+        elif is_named:
             raise UserError(f"{path} is of bench --train, which has no place in a report; leave it out")
-        return
-    documents.documents[path] = document
-    if isinstance(document, SweepDocument):
-        _add_stages(path, document, documents)
+    else:
+        raise UserError(f"{path} is none of the documents that a report is made of: {READABLE}")
 
 
 def _add_stages(path: Path, sweep: SweepDocument, documents: FoundDocuments) -> None:
     """Add the files that a sweep points to, all inside its folder. Raises UserError for one that is not there."""
 
-    def target(name: str) -> Path:
-        if (file := inside(path.parent, name)) is None:
+    def inner(name: str) -> Path:
+        if (target := inside(path.parent, name)) is None:
             raise UserError(f"{path} names {name}, which lies outside of its folder")
-        return file
+        return target
 
     results = [point.results for point in sweep.points if point.results is not None]
     for name in (*results, *sweep.benches):
-        file = target(name)
-        if not file.is_file():
+        if not inner(name).is_file():
             raise UserError(f"{path} names {name}, which is not there; run `ladderize sweep` again")
-        _add_file(file, documents)
-        documents.stages[file] = name
+        _add_file(inner(name), documents)
+        documents.stages[inner(name)] = name
     for point in sweep.points:
-        if point.adaptation is not None and (target(point.adaptation) / METRICS).is_file():
-            _add_retraining(target(point.adaptation), point.name, documents)
+        if point.adaptation is not None and (inner(point.adaptation) / METRICS).is_file():
+            _add_retraining(inner(point.adaptation), point.name, documents)
 
 
 def _add_retraining(folder: Path, name: str, documents: FoundDocuments) -> None:

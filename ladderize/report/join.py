@@ -1,10 +1,12 @@
 """The step from documents to models: all results under one model path belong to one model."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from os.path import normpath
 from pathlib import Path
+from typing import Literal
 
 from ladderize.errors import UserError
 from ladderize.eval.answers import read_models
@@ -20,6 +22,7 @@ from ladderize.runtime.bench.document import LEAST_ROUNDS, BenchDocument, BenchR
 from ladderize.sweep_document import SweepDocument, SweepPoint
 
 Models = dict[str, ReportModel]  # by the model's path; of other rows by the document and the row's name
+Evaluated = dict[str, tuple[Path, str]]  # by the model's path: its results.json, and its name in that
 
 
 @dataclass
@@ -39,11 +42,6 @@ class ReportContent:
     documents: FoundDocuments
     remarks: list[str]
 
-    @property
-    def real_settings(self) -> list[Setting]:
-        """The settings with times of models."""
-        return [setting for setting in self.settings if any(setting in model.timings for model in self.models)]
-
 
 def join_documents(documents: FoundDocuments, margin: float | None = None) -> ReportContent:
     """Return the joined content of the documents. Raises UserError for documents that do not belong together.
@@ -57,7 +55,11 @@ def join_documents(documents: FoundDocuments, margin: float | None = None) -> Re
     for folder, (path, sweep) in zip(folders, sweeps, strict=True):
         for point in sweep.points:  # of another sweep, too: paths hold a hash of all that decides a model
             key = f"{path}: {point.name}" if point.model is None else normpath(point.model)
-            every.setdefault(key, _model_of(point, folder))
+            model = ReportModel(point.name, point.model or point.name, _layout_of(point), sweep=folder)
+            model.adapted, model.tokens = point.adapted, point.tokens
+            model.failure, model.not_promoted = point.failure, point.not_promoted
+            model.conversion = next((stage.output for stage in point.stages if stage.stage == "convert"), "")
+            every.setdefault(key, model)
     evaluated = _add_results(every, documents)
     remarks = _add_times(every, documents, is_evaluated=bool(evaluated))
     models = [model for model in every.values() if model.is_model]
@@ -69,14 +71,6 @@ def join_documents(documents: FoundDocuments, margin: float | None = None) -> Re
     )
     others = [model for model in every.values() if not model.is_model]
     return ReportContent(margin, models + others, models, settings, documents, remarks)
-
-
-def _model_of(point: SweepPoint, sweep: str) -> ReportModel:
-    model = ReportModel(point.name, point.model or point.name, _layout_of(point), sweep=sweep)
-    model.adapted, model.tokens = point.adapted, point.tokens
-    model.failure, model.not_promoted = point.failure, point.not_promoted
-    model.conversion = next((stage.output for stage in point.stages if stage.stage == "convert"), "")
-    return model
 
 
 def _layout_of(row: SweepPoint | EvaluatedModel | BenchRow) -> Layout:
@@ -106,12 +100,9 @@ def _check_layout(model: ReportModel, row: EvaluatedModel | BenchRow, path: Path
 # ---- accuracy: every model against the reference, in pairs ----
 
 
-def _add_results(models: Models, documents: FoundDocuments) -> dict[str, tuple[Path, str]]:
-    """Add the evaluations; return for each model's path its results.json, and its name in that.
-
-    Raises UserError for a model that is evaluated twice, or has another layout elsewhere.
-    """
-    evaluated: dict[str, tuple[Path, str]] = {}
+def _add_results(models: Models, documents: FoundDocuments) -> Evaluated:
+    """Add the evaluations. Raises UserError for a model that is evaluated twice, or has another layout elsewhere."""
+    evaluated: Evaluated = {}
     for path, results in documents.of(EvalResults):
         for number, entry in enumerate(results.models):
             row, key = entry.model, normpath(entry.model.model)
@@ -131,13 +122,10 @@ def _add_results(models: Models, documents: FoundDocuments) -> dict[str, tuple[P
     return evaluated
 
 
-def _compare(
-    models: Models, documents: FoundDocuments, evaluated: dict[str, tuple[Path, str]], margin: float
-) -> list[str]:
+def _compare(models: Models, documents: FoundDocuments, evaluated: Evaluated, margin: float) -> list[str]:
     """Give every evaluated model its comparison with the reference; return remarks, each once.
 
-    Models that were evaluated together are compared in results.json. Models that were evaluated apart, as in a sweep,
-    or are asked for another margin, are compared here.
+    It is that of results.json, but for models that were evaluated apart, as in a sweep, or on another margin.
     """
     dense = next(iter(models), "")
     if dense not in evaluated:
@@ -171,7 +159,9 @@ def _add_comparison(model: ReportModel, reference: ReportModel, comparison: Comp
     if (text := comparison.perplexity) is not None:
         model.perplexity = text.value
         model.perplexity_change = WithInterval(text.difference, text.low, text.high)
-        reference.perplexity_change = WithInterval(0.0)
+        dense = max(text.value - text.difference, 1.0)  # no perplexity is below 1
+        model.perplexity_growth = model.perplexity_change.mapped(lambda more: math.log(max(dense + more, 1.0) / dense))
+        reference.perplexity_change = reference.perplexity_growth = WithInterval(0.0)
 
 
 # ---- times: speed depends on the layout alone, so models that were not timed share those of their layout ----
@@ -220,14 +210,13 @@ def _add_times(models: Models, documents: FoundDocuments, *, is_evaluated: bool)
 
 
 def _setting_of(bench: BenchDocument, row: BenchRow, source: int) -> Setting:
-    return Setting(
-        kind="emulated" if bench.emulated else "measured",
-        tp_size=row.tp_size,
-        medium=bench.link.name if bench.link is not None else bench.backend.partition(":")[0],
-        batch_size=row.batch_size,
-        prompt_len=bench.options.prompt_len,
-        output_len=bench.options.output_len,
-        device=f"{'vLLM, ' if bench.engine is not None else ''}{bench.environment.device}",
-        source=source,
-        is_random=bench.rows[0].is_random,
+    kind: Literal["measured", "emulated"] = "emulated" if bench.emulated else "measured"
+    medium = bench.link.name if bench.link is not None else bench.backend.partition(":")[0]
+    ranks = f"{row.tp_size} ranks over {medium}" if row.tp_size > 1 else "1 rank"
+    device = f"{'vLLM, ' if bench.engine is not None else ''}{bench.environment.device}"
+    is_random = bench.rows[0].is_random
+    title = (
+        f"{kind}: {ranks} ({device}){'; random weights' if is_random else ''}, batch {row.batch_size},"
+        f" {bench.options.prompt_len} + {bench.options.output_len} tokens"
     )
+    return Setting(kind, row.tp_size, row.batch_size, source, is_random, title)

@@ -1,6 +1,5 @@
 """The models of a report, with their scores and their speed in each setting. Imports neither torch nor Altair."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -60,26 +59,16 @@ def points_text(difference: WithInterval) -> str:
 class Setting:
     """The setting in which a model was timed; emulated: one real rank of a group that is not there.
 
-    medium: the backend of the ranks, or the emulated link.
     source: the number of the document.
+    title: all of it in words, the kind first.
     """
 
     kind: Literal["measured", "emulated"]
     tp_size: int
-    medium: str
     batch_size: int
-    prompt_len: int
-    output_len: int
-    device: str
     source: int
     is_random: bool
-
-    @property
-    def title(self) -> str:
-        ranks = f"{self.tp_size} ranks over {self.medium}" if self.tp_size > 1 else "1 rank"
-        weights = "; random weights" if self.is_random else ""
-        lengths = f"{self.prompt_len} + {self.output_len} tokens"
-        return f"{self.kind}: {ranks} ({self.device}){weights}, batch {self.batch_size}, {lengths}"
+    title: str
 
 
 @dataclass(frozen=True)
@@ -106,16 +95,14 @@ class Timing:
 
 @dataclass
 class ReportModel:
-    """A model, or a row that was only timed, with all that is known of it.
+    """A model, or a row that was only timed, with all that is known of it; differences are from dense, in pairs.
 
     is_model: False for a baseline and for random weights, which have no accuracy.
     conversion: the folder of the sweep's stage that converted it.
     sweep: the name of its sweep's folder; empty where it is of none.
-    tasks: those that it was evaluated on.
-    accuracy: the mean over tasks, 0 to 1.
-    difference, perplexity_change, divergence: from the reference, in pairs: points of mean accuracy, perplexity, nats
-    per token (the mean KL of predictions).
-    verdict: on all tasks together; empty where none were compared.
+    accuracy: the mean over tasks, 0 to 1. difference: of it, in points.
+    perplexity_growth: the logarithm of its perplexity over dense's, in nats per token.
+    divergence: the mean KL of predictions, in nats per token.
     samples_needed: to show the margin of an equally good model; 0: these were enough, or it is not known.
     timed_as: the model whose times it has, where it was not timed itself.
     """
@@ -136,6 +123,7 @@ class ReportModel:
     difference: WithInterval | None = None
     perplexity: float | None = None
     perplexity_change: WithInterval | None = None
+    perplexity_growth: WithInterval | None = None
     divergence: WithInterval | None = None
     comparison: ComparisonDocument | None = None
     verdict: str = ""
@@ -176,14 +164,6 @@ class ReportModel:
         return f"{self.name} ({'; '.join(details)})" if details else self.name
 
     @property
-    def perplexity_growth(self) -> WithInterval | None:
-        """The logarithm of its perplexity over the reference's, in nats per token."""
-        if self.perplexity is None or self.perplexity_change is None:
-            return None
-        reference = max(self.perplexity - self.perplexity_change.value, 1.0)  # no perplexity is below 1
-        return self.perplexity_change.mapped(lambda change: math.log(max(reference + change, 1.0) / reference))
-
-    @property
     def scores(self) -> str:
         """Its distance from the reference in words: divergence, perplexity, points."""
         scores = [f"KL {self.divergence.text(4)} nats per token"] if self.divergence else []
@@ -196,8 +176,7 @@ class ReportModel:
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
     """Return True for each (speed-up, score) that is on the Pareto front: more of both is better.
 
-    A point is off it if another is at least as good in both and better in one. Equal points are on it or off it
-    together.
+    A point is off it if another is at least as good in both and better in one.
     """
 
     def is_beaten(point: tuple[float, float]) -> bool:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import vl_convert
 
 from ladderize.console import printable
 
-Row = dict[str, Any]  # of a plot's data; its mark is described by the field ``description``
+Row = dict[str, Any]  # of a panel's data; its mark is described by the field ``description``
 WIDTH = 420  # of a drawing's axes, in pixels; the page enlarges it
 # in this order they have colours that stand out, but for the last but two
 FAMILIES = ["dense", "ladder", "delayed", "spd", "ladder and delayed", "spd + delayed", "spd + ladder", "baseline"]
 KINDS = alt.Scale(domain=["measured", "emulated"], range=["circle", "diamond"])
 POINT_TICKS = (-100, -50, -20, -10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50)
-RATIOS = (0.1, 0.5, 0.8, 0.9, 0.95, 0.98, 1, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 5, 10, 100, 1e3, 1e4, 1e5)
+RATIO_TICKS = np.log(
+    [0.1, 0.5, 0.8, 0.9, 0.95, 0.98, 1, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 5, 10, 100, 1e3, 1e4, 1e5]
+).tolist()
 # of names, on no other name and on the middle of no mark: of Vega, which Vega-Lite cannot ask for
 LABEL_TRANSFORM = {
     "type": "label",
@@ -33,7 +36,7 @@ LABEL_TRANSFORM = {
 class Measure:
     """A distance from the dense model, on an axis that is logarithmic away from 0, so that small losses stay apart.
 
-    name: of the property of ``ReportModel``.
+    name: of the field of ``ReportModel``.
     linear: the distance up to which the axis is nearly linear.
     label: Vega's expression for the text of a tick.
     """
@@ -53,37 +56,63 @@ class Measure:
         return channel.title(f"{self.title} (logarithmic)").scale(scale).axis(axis)
 
 
-SIGNED_LABEL, RATIO_LABEL = (
-    "format(datum.value, datum.value ? '+~f' : 'd')",
-    "format(exp(datum.value), ',.3~r') + '\u00d7'",
-)
-LOG_RATIOS = np.log(RATIOS).tolist()
+SIGNED_LABEL = "format(datum.value, datum.value ? '+~f' : 'd')"
+RATIO_LABEL = "format(exp(datum.value), ',.3~r') + '\u00d7'"
 ACCURACY = Measure("difference", "points from dense", 2, POINT_TICKS, SIGNED_LABEL, more_is_better=True)
-PERPLEXITY = Measure("perplexity_growth", "perplexity over dense", 0.01, LOG_RATIOS, RATIO_LABEL, more_is_better=False)
+PERPLEXITY = Measure("perplexity_growth", "perplexity over dense", 0.01, RATIO_TICKS, RATIO_LABEL, more_is_better=False)
 
 
-@dataclass(frozen=True)
-class Panel:
-    rows: list[Row]
-    chart: Any
+def _draw(panel: alt.LayerChart) -> str:
+    """Return a panel as SVG. A browser shows the description of the mark under the pointer."""
+    vega = vl_convert.vegalite_to_vega(_printable(panel.to_dict()))
+    for mark in vega["marks"]:
+        if mark["type"] == "text":
+            mark["transform"] = [LABEL_TRANSFORM]
+    svg = str(vl_convert.vega_to_svg(vega, allowed_base_urls=[]))
+    svg = re.sub(r'<(path|rect) (aria-label="([^"]*)"[^>]*)/>', r"<\1 \2><title>\3</title></\1>", svg)
+    return re.sub(r' xmlns:xlink="[^"]*"', "", svg)
 
 
-@dataclass(frozen=True)
+def _printable(value: Any) -> Any:
+    """Return a specification whose texts hold no character that XML forbids: vl-convert ends the process over one."""
+    if isinstance(value, dict):
+        return {key: _printable(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_printable(entry) for entry in value]
+    return printable(value) if isinstance(value, str) else value
+
+
+@dataclass
 class ReportPlot:
-    """name: of its figure and its pictures. panels: its drawings."""
+    """name: of its figure and its pictures."""
 
     name: str
     title: str
     caption: str
-    panels: list[Panel]
+    panels: list[alt.LayerChart]
 
     @property
     def data(self) -> list[str]:
         """The descriptions of all marks."""
-        return list(dict.fromkeys(row["description"] for panel in self.panels for row in panel.rows))
+        return list(dict.fromkeys(row["description"] for panel in self.panels for row in panel.data.values))
+
+    @cached_property
+    def drawings(self) -> list[str]:
+        return [_draw(panel) for panel in self.panels]
+
+    def save_pictures(self, folder: Path) -> list[Path]:
+        """Write each drawing as PNG, for dense screens, and as SVG; return the paths. Several are numbered."""
+        paths = []
+        for number, drawing in enumerate(self.drawings, 1):
+            stem = f"{self.name}-{number}" if len(self.panels) > 1 else self.name
+            png, svg = folder / f"{stem}.png", folder / f"{stem}.svg"
+            png.write_bytes(vl_convert.svg_to_png(drawing, scale=3))
+            svg.write_text(drawing, encoding="utf-8")
+            paths += [png, svg]
+        return paths
 
 
-def make_panel(title: str, height: Any, rows: list[Row], layers: list[Any]) -> Panel:
+def make_panel(title: str, height: Any, rows: list[Row], layers: list[Any]) -> alt.LayerChart:
     config = alt.Config(
         axis=alt.AxisConfig(labelLimit=0),
         axisQuantitative=alt.AxisConfig(grid=True),
@@ -93,7 +122,7 @@ def make_panel(title: str, height: Any, rows: list[Row], layers: list[Any]) -> P
         view=alt.ViewConfig(stroke=None),
     )
     data = alt.InlineData(values=rows)
-    return Panel(rows, alt.layer(*layers, data=data, title=title, width=WIDTH, height=height, config=config))
+    return alt.layer(*layers, data=data, title=title, width=WIDTH, height=height, config=config)
 
 
 def family_colour(rows: list[Row]) -> alt.Color:
@@ -123,7 +152,7 @@ def marks(chart: alt.Chart, size: int) -> alt.Chart:
     return chart.mark_point(filled=True, size=size, opacity=1).encode(description="description:N")
 
 
-def dots(title: str, rows: list[Row], x: alt.X, levels: list[alt.Chart]) -> Panel:
+def dots(title: str, rows: list[Row], x: alt.X, levels: list[alt.Chart]) -> alt.LayerChart:
     """Draw a row for each model, with a mark and its interval. Where rows have a kind, shapes tell it."""
     chart = alt.Chart().encode(x, alt.Y("name:N", title=None, sort=None), family_colour(rows))
     points = marks(chart, 80)
@@ -134,36 +163,5 @@ def dots(title: str, rows: list[Row], x: alt.X, levels: list[alt.Chart]) -> Pane
 
 def filled(plots: list[ReportPlot], least: int = 1) -> list[ReportPlot]:
     """Return the plots that have any panels, with the panels that have ``least`` rows or more."""
-    full = [replace(plot, panels=[panel for panel in plot.panels if len(panel.rows) >= least]) for plot in plots]
+    full = [replace(plot, panels=[panel for panel in plot.panels if len(panel.data.values) >= least]) for plot in plots]
     return [plot for plot in full if plot.panels]
-
-
-# ---- drawing ----
-
-
-def draw(panel: Panel) -> str:
-    """Return a panel as SVG. A browser shows the description of the mark under the pointer."""
-    vega = vl_convert.vegalite_to_vega(_printable(panel.chart.to_dict()))
-    for mark in vega["marks"]:
-        if mark["type"] == "text":
-            mark["transform"] = [LABEL_TRANSFORM]
-    svg = str(vl_convert.vega_to_svg(vega, allowed_base_urls=[]))
-    svg = re.sub(r'<(path|rect) (aria-label="([^"]*)"[^>]*)/>', r"<\1 \2><title>\3</title></\1>", svg)
-    return re.sub(r' xmlns:xlink="[^"]*"', "", svg)
-
-
-def _printable(value: Any) -> Any:
-    """Return a specification whose texts hold no character that XML forbids: vl-convert ends the process over one."""
-    if isinstance(value, dict):
-        return {key: _printable(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_printable(entry) for entry in value]
-    return printable(value) if isinstance(value, str) else value
-
-
-def save_pictures(drawing: str, stem: Path) -> list[Path]:
-    """Write ``stem``.png, for dense screens, and ``stem``.svg; return their paths."""
-    png, svg = stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg")
-    png.write_bytes(vl_convert.svg_to_png(drawing, scale=3))
-    svg.write_text(drawing, encoding="utf-8")
-    return [png, svg]

@@ -1,6 +1,5 @@
 """The table of all models, and the facts of machines and versions."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +16,8 @@ TEXT_COLUMNS = ("model", "layout", "adapted", "within", "not promoted", "failed"
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table. Each row has a text for every column, the first of which is its header.
+    """Rows with a text for every column: the first four are the model, how good, within the margin, and how fast.
 
-    rows: their first four columns are the answer: the model, how good, within the margin, how fast.
     numbers: the columns that hold numbers.
     note: the text below it.
     """
@@ -35,7 +33,8 @@ def models_table(content: ReportContent, setting: Setting | None) -> ReportTable
 
     setting: the setting of the times; None: the first one that has any.
     """
-    setting = setting or next(iter(content.real_settings), None)
+    timed = [setting for setting in content.settings if any(setting in model.timings for model in content.models)]
+    setting = setting or (timed[0] if timed else None)
     rows = [_model_row(model, setting, content.margin) for model in content.models]
     filled = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
     shared: dict[str, list[str]] = {}
@@ -43,7 +42,7 @@ def models_table(content: ReportContent, setting: Setting | None) -> ReportTable
         if model.timed_as is not None:
             shared.setdefault(model.timed_as.name, []).append(model.name)
     donors = "; ".join(f"{', '.join(names)} those of {timed}" for timed, names in shared.items())
-    note = f"* Times of another model with the same layout, on which alone speed depends: {donors}." if donors else ""
+    note = f"* Times of another model with the same layout, on which alone speed depends: {donors}." * bool(donors)
     caption = "All models, with 95 % intervals" + (f". Times: {setting.title}" if setting is not None else "")
     numbers = [name for name in filled if not name.startswith(TEXT_COLUMNS)]
     return ReportTable(caption, [{name: row[name] for name in filled} for row in rows], numbers, note)
@@ -74,23 +73,25 @@ def _model_row(model: ReportModel, setting: Setting | None, margin: float) -> di
 
 
 def setup_facts(documents: FoundDocuments) -> list[tuple[str, dict[str, str]]]:
-    """Return the names of documents, and the facts of their making. Documents with the same facts are one entry."""
-    together: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for path, facts in _facts(documents):
-        texts = {name: ", ".join(fact) if isinstance(fact, list) else str(fact) for name, fact in facts.items() if fact}
-        together.setdefault(tuple(texts.items()), []).append(f"{path.parent.name}/{path.name}")
-    return [(listing(names), dict(facts)) for facts, names in together.items()]
+    """Return the names of documents, and the facts of their making: machine, versions, options.
 
-
-def _facts(documents: FoundDocuments) -> Iterator[tuple[Path, dict[str, object]]]:
-    """Yield the facts of each document's making: machine, versions, options."""
+    Documents with the same facts are one entry.
+    """
+    facts: list[tuple[Path, dict[str, object]]] = []
     for path, results in documents.of(EvalResults):
         options, model = results.options, results.models[0].model
         versions = {"torch": model.torch_version, "transformers": model.transformers_version}
         asked = {"tasks": [*options.tasks], "samples for each task": options.limit, "perplexity on": options.perplexity}
-        yield path, {"device": model.device, "dtype": model.dtype, **versions, **asked}
+        facts.append((path, {"device": model.device, "dtype": model.dtype, **versions, **asked}))
     for path, bench in documents.of(BenchDocument):
         machine = {name.replace("_", " "): fact for name, fact in vars(bench.environment).items() if name != "settings"}
         link = f"emulated link {bench.link.name}" if bench.link is not None else bench.backend
         rounds = f"{bench.options.repeat}, after {bench.options.warmup} to warm up"
-        yield path, {**machine, "communication": link, "rounds": rounds}
+        facts.append((path, {**machine, "communication": link, "rounds": rounds}))
+    together: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for path, stated in facts:
+        texts = {
+            name: ", ".join(fact) if isinstance(fact, list) else str(fact) for name, fact in stated.items() if fact
+        }
+        together.setdefault(tuple(texts.items()), []).append(f"{path.parent.name}/{path.name}")
+    return [(listing(names), dict(texts)) for texts, names in together.items()]
