@@ -30,10 +30,9 @@ def find_answer(content: ReportContent) -> Answer:
     sentences = _not_evaluated(content.models)
     if best is not None and setting is not None and timing is not None:
         accuracy = f"{points_text(best.difference)} points from dense; " if best.difference else ""
-        interval = "" if timing.has_interval else ", no interval: too few rounds"
+        speedup = speedup_text(timing.speedup()) + ", no interval: too few rounds" * (not timing.has_interval)
         note = " This speed-up is emulated, not measured on a whole group." * (setting.kind == "emulated")
-        speedup = f"end to end {speedup_text(timing.speedup())}{interval}"
-        sentences.append(f"{best.name}: {accuracy}{speedup}, {setting.title}.{note}")
+        sentences.append(f"{best.name}: {accuracy}end to end {speedup}, {setting.title}.{note}")
     if best is not None and shown:
         headline = f"{best.title} is at most {margin} less accurate than dense"
         if timing is None:
@@ -81,17 +80,17 @@ def _not_evaluated(models: list[ReportModel]) -> list[str]:
 def _fastest(models: list[ReportModel], settings: list[Setting]) -> tuple[ReportModel | None, Setting | None]:
     """Return the fastest model and the setting of its time; None for what is not there.
 
-    A model that is shown to be faster goes before others, and an earlier setting before a later one. Of equally fast
-    models the most accurate is taken.
+    Models that are shown to be faster go before others, then earlier settings. Of equally fast ones it is the most
+    accurate.
     """
-
-    def rank(timed: tuple[ReportModel, Setting]) -> tuple[bool, int, float, float]:
-        model, setting = timed
-        timing = model.timings[setting]
-        return timing.is_faster, -settings.index(setting), timing.speedup().value, model.accuracy or 0.0
-
-    timed = [(model, setting) for model in models for setting in model.timings]
-    return max(timed, key=rank, default=(models[0] if models else None, None))
+    for needs_proof in (True, False):
+        for setting in settings:
+            timed = [model for model in models if setting in model.timings]
+            ranked = [model for model in timed if model.timings[setting].is_faster or not needs_proof]
+            if ranked:
+                speeds = {model.name: model.timings[setting].speedup().value for model in ranked}
+                return max(ranked, key=lambda model: (speeds[model.name], model.accuracy or 0.0)), setting
+    return (models[0] if models else None), None
 
 
 def _nearest(others: list[ReportModel]) -> ReportModel | None:

@@ -54,7 +54,7 @@ Kind = TypeVar("Kind", bound=Document)
 class FoundDocuments:
     """All documents by their file, a retraining by its folder, in the order in which they were named.
 
-    stages: the stage in its sweep that wrote a results.json, which is named by all that decides it.
+    stages: the names of results.json in their sweep, which begin with the stage and a hash of all that decides it.
     """
 
     documents: dict[Path, Document] = field(default_factory=dict)
@@ -70,10 +70,9 @@ def find_documents(paths: list[Path]) -> FoundDocuments:
     for path in map(resolved, paths):
         if not path.exists():
             raise UserError(f"{path} does not exist; name a sweep's folder, or files that eval or bench wrote")
-        if path.is_file():
-            _add_file(path, documents)
-        elif (path / SWEEP).is_file():
-            _add_file(path / SWEEP, documents)
+        file = path if path.is_file() else path / SWEEP
+        if file.is_file():
+            _add_file(file, documents)
         else:
             _add_folder(path, documents)
     return documents

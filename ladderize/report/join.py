@@ -29,8 +29,7 @@ Evaluated = dict[str, tuple[Path, str]]  # by the model's path: its results.json
 class ReportContent:
     """All that a report shows.
 
-    every: models and baselines, the reference first.
-    models: those with an accuracy: no baselines, and none with random weights.
+    every: ``models``, the reference first, and baselines and rows of random weights, which have no accuracy.
     settings: measured ones first, then by ranks (most first) and batch size.
     remarks: sentences on the origin of the numbers that a reader must know.
     """
@@ -88,16 +87,12 @@ def _name_models(models: list[ReportModel]) -> None:
             model.name = f"{model.name} ({model.sweep or model.model})"
 
 
-def _check_layout(model: ReportModel, row: EvaluatedModel | BenchRow, path: Path) -> None:
-    layout = _layout_of(row)
+def _check_layout(model: ReportModel, layout: Layout, path: Path) -> None:
     if (model.layout.attention_sync, model.layout.mlp_sync) != (layout.attention_sync, layout.mlp_sync):
         raise UserError(
             f"{path} has {model.model} in another layout than the other documents ({model.layout}): it was converted"
             " again in between; evaluate and time it again"
         )
-
-
-# ---- accuracy: every model against the reference, in pairs ----
 
 
 def _add_results(models: Models, documents: FoundDocuments) -> Evaluated:
@@ -115,7 +110,7 @@ def _add_results(models: Models, documents: FoundDocuments) -> Evaluated:
                 raise UserError(f"{path} and {first} both evaluate {row.model}; name one of the two")
             evaluated[key] = (path, row.model)
             model = models.setdefault(key, ReportModel("", row.model, _layout_of(row)))
-            _check_layout(model, row, path)
+            _check_layout(model, _layout_of(row), path)
             model.accuracy, model.tasks = mean_accuracy(entry), entry.parts().leaves
             if row.perplexity is not None:
                 model.perplexity = row.perplexity.perplexity
@@ -164,13 +159,11 @@ def _add_comparison(model: ReportModel, reference: ReportModel, comparison: Comp
         reference.perplexity_change = reference.perplexity_growth = WithInterval(0.0)
 
 
-# ---- times: speed depends on the layout alone, so models that were not timed share those of their layout ----
-
-
 def _add_times(models: Models, documents: FoundDocuments, *, is_evaluated: bool) -> list[str]:
-    """Add the measured times; return the reasons why models were not timed.
+    """Add the measured times, also to models that were not timed: speed depends on the layout alone.
 
     is_evaluated: True if accuracies are known: speed-ups must then be over the same model.
+    Returns the reasons why models were not timed.
     """
     remarks: list[str] = []
     for source, (path, bench) in enumerate(documents.of(BenchDocument)):
@@ -179,14 +172,14 @@ def _add_times(models: Models, documents: FoundDocuments, *, is_evaluated: bool)
             is_model = row.is_model and not row.is_random
             name, key = ("", normpath(row.model)) if is_model else (row.model, f"{path}: {row.model}")
             new = ReportModel(name, row.model, _layout_of(row), is_model=is_model, is_baseline=not row.is_model)
-            timed[key] = models.setdefault(key, new)
-            _check_layout(timed[key], row, path)
+            model = timed[key] = models.setdefault(key, new)
+            _check_layout(model, new.layout, path)
             setting = _setting_of(bench, row, source)
-            if setting in timed[key].timings:
+            if setting in model.timings:
                 raise UserError(f"{path} has two rows of {row.model} at batch size {row.batch_size}")
             is_first = row.model == bench.rows[0].model
             has_interval = bench.options.repeat >= LEAST_ROUNDS and not is_first
-            timed[key].timings[setting] = Timing(row, is_first, has_interval)
+            model.timings[setting] = Timing(row, is_first, has_interval)
         reference = next(iter(models.values()), None)
         if is_evaluated and bench.rows and not bench.rows[0].is_random and reference is not next(iter(timed.values())):
             raise UserError(
