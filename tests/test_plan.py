@@ -16,8 +16,8 @@ from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.plan import measure, run
 from ladderize.plan.hardware import known_devices, known_engines, own_links, read_device
-from ladderize.plan.losses import measured_loss
 from ladderize.plan.passes import Serving
+from ladderize.plan.rows import measured_loss
 from ladderize.plan.run import PlanResult
 from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.shards import read_shape
@@ -54,7 +54,7 @@ def hardware(tmp_path):
         "matmul_tflop_s": {"float32": float(rng.uniform(0.1, 100)), "bfloat16": float(rng.uniform(0.1, 900))},
         "memory_gib": 1.0, "bandwidth_share": float(rng.uniform(0.3, 1)), "matmul_share": float(rng.uniform(0.3, 1)),
         "kernel_us": float(rng.uniform(0, 5)), "thin_us": float(rng.uniform(0, 5)),
-        "launch_us": float(rng.uniform(0, 5)), "relative_error": 0.05, "engine": random.choice(list(known_engines())),
+        "launch_us": float(rng.uniform(0, 5)), "relative_error": 0.05, "speeds": random.choice(list(known_engines())),
         "calibrated": True, "source": "a test",
     }  # fmt: skip
     rows = [
@@ -184,7 +184,7 @@ def test_an_engine_takes_its_fastest_all_reduce(device, engine, ranks, links):
     served = Serving(read_shape("8b"), dtype, False, spec, facts, own_links(spec, facts), ranks, 1, 1024, 8)
     for size in (1 << 12, 1 << 18, 1 << 25):
         assert served.fastest(size).seconds(size) == min(link.at(ranks).seconds(size) for link in own)
-    row = planned("--shape", "8b", "--hardware", device, "--tp-size", ranks, "--engine", engine).rows[0]
+    row = planned("--shape", "8b", "--hardware", device, "--tp-size", ranks, "--speeds", engine).rows[0]
     assert set(row.all_reduces.values()) <= links
 
 
@@ -297,7 +297,7 @@ def test_what_does_not_fit_is_said_first():
 @pytest.mark.parametrize(
     ("words", "doubt"),
     [
-        (("--engine", "published", "--prompt-len", "8000"), "published writes all attention scores of a prompt to"),
+        (("--speeds", "published", "--prompt-len", "8000"), "published writes all attention scores of a prompt to"),
         (("--link", "nccl_pcie"), "nccl_pcie was not timed at 8.39 MB: its part of the bands is wide"),
     ],
 )
@@ -312,11 +312,11 @@ def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
     def basis(ranks, *more):
         return {row.basis for row in planned(dense, "--hardware", hardware, "--tp-size", ranks, *TINY, *more).rows}
 
-    timed = read_device(str(hardware)).engine
-    assert planned(dense, "--hardware", hardware, "--tp-size", "2", *TINY).engine == timed
-    assert planned("--shape", "8b", *H100).engine == "vllm"
+    timed = read_device(str(hardware)).speeds
+    assert planned(dense, "--hardware", hardware, "--tp-size", "2", *TINY).speeds == timed
+    assert planned("--shape", "8b", *H100).speeds == "vllm"
     for engine in known_engines():
-        assert basis("2", "--engine", engine) == {"calibrated" if engine == timed else "predicted"}
+        assert basis("2", "--speeds", engine) == {"calibrated" if engine == timed else "predicted"}
     outcome = invoke("plan", dense, "--hardware", hardware, "--tp-size", "2,8", *TINY)
     assert "wire was not timed at 8 ranks (extrapolated from 2 and 4 ranks)" in outcome.stdout
     assert "batch 1 (calibrated)" in outcome.stdout
@@ -358,11 +358,11 @@ def test_what_others_measured():
         ),
         (("--shape", "8b", *H100[:-1], "16"), "16 h100-sxm are no machine: it has 8 at most. Give --outer-link"),
         (
-            ("--shape", "8b", *H100[:-1], "8", "--engine", "runtime-cpu", "--link", "nccl_two_nodes_ib_ndr"),
+            ("--shape", "8b", *H100[:-1], "8", "--speeds", "runtime-cpu", "--link", "nccl_two_nodes_ib_ndr"),
             "joins machines",
         ),
         (
-            ("--shape", "8b", *H100[:2], "--tp-size", "8", "--engine", "runtime-cpu"),
+            ("--shape", "8b", *H100[:2], "--tp-size", "8", "--speeds", "runtime-cpu"),
             "examples/hardware/my-card.yaml",
         ),
         (("--shape", "8b", *H100, "--verify", "3"), "a choice needs the costs of layers and a budget"),

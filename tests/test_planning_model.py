@@ -11,8 +11,17 @@ import torch
 from ladderize.errors import UserError
 from ladderize.layout import APART, BLOCKING, DELAYED, DROPPED, Layout
 from ladderize.plan.hardware import LIKE_ANOTHER, DeviceSpec, EngineFacts, known_devices, known_engines, read_device
-from ladderize.plan.passes import PassParts, Serving, pass_parts, predict_parallel, predict_pass, predict_silent
-from ladderize.plan.rows import band_cases, memory_need, planned_rows, relative_band
+from ladderize.plan.passes import (
+    CASES,
+    Errors,
+    PassParts,
+    Serving,
+    pass_parts,
+    predict_parallel,
+    predict_pass,
+    predict_silent,
+)
+from ladderize.plan.rows import memory_need, planned_rows, relative_band
 from ladderize.runtime.collectives.links import NO_LINK, Interconnect, InterconnectRow, Link, known_interconnects
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.shards import Shape, cache_bytes
@@ -398,7 +407,7 @@ def test_a_ratios_band_is_narrower_than_a_times():
     parts = parts_of(config, device, known_engines()["runtime"], link.at(8), 8, contention=0.2)
     layers = config["num_hidden_layers"]
     dense, ladder = Layout.dense(layers), Layout.from_layers(layers, ladder=range(layers))
-    cases = [case["decode"] for case in band_cases(parts, device, [link])]
+    cases = [parts["decode"].off_by(errors) for errors in CASES]
     times = [predict_pass(case, dense).total for case in cases]
     ratios = [before / predict_pass(case, ladder).total for before, case in zip(times, cases, strict=True)]
     assert 0 < relative_band(ratios) < relative_band(times) < 0.5
@@ -406,9 +415,8 @@ def test_a_ratios_band_is_narrower_than_a_times():
     # all compute: twice its error, and the scatter of runs beside it
     silent = [predict_silent(case).total for case in cases]
     assert relative_band(silent) == pytest.approx(2 * math.hypot(0.1, 0.02), rel=1e-6)
-    surer = {phase: dataclasses.replace(one, message_error=0.01) for phase, one in parts.items()}
-    cases = band_cases(surer, dataclasses.replace(device, relative_error=0.01), [link])
-    closer = [predict_pass(case["decode"], dense).total for case in cases]
+    surer = dataclasses.replace(parts["decode"], errors=Errors(0.01, 0.01, 0.1))
+    closer = [predict_pass(surer.off_by(errors), dense).total for errors in CASES]
     assert relative_band(closer) < relative_band(times)
 
 

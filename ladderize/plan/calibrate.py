@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from ladderize.memory import check_room
 from ladderize.plan.hardware import DeviceSpec, read_device
 from ladderize.plan.options import CalibrateOptions
 from ladderize.plan.passes import THIN_ROWS, WIDTHS, product_seconds
-from ladderize.ranks.device import check_device
+from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.environment import is_main_rank
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import Environment, environment
@@ -34,7 +33,7 @@ from ladderize.runtime.bench.rounds import seconds_together
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, ring_share
-from ladderize.runtime.launch import check_group_size, run
+from ladderize.runtime.launch import run
 from ladderize.runtime.layers import Linear
 
 NAME = "this machine"  # of the device and the link
@@ -111,32 +110,26 @@ class CalibrationDocument(Record):
     options: CalibrateOptions
 
 
-def calibrate(options: CalibrateOptions, *, out: Path | None = None, console: Console = SILENT) -> CalibrationDocument:
-    """Time products and messages, and fit a device and a link; return the document.
-
-    out: the file to write.
+def calibrate(options: CalibrateOptions, *, console: Console = SILENT) -> CalibrationDocument:
+    """Time products and messages, fit a device and a link, and write them; return the document.
 
     Raises UsageError or UserError for what cannot be timed.
     """
-    check_device(options.device)
-    if out is not None:
-        check_writable(out, inputs=[options.hardware])
-    dtype = options.compute_dtype
-    known = None if options.hardware is None else read_device(options.hardware)
-    if known is not None:
-        known.reached_flop_s(dtype)  # raises where its data sheet has none
-    for ranks in options.tp_sizes:
-        check_group_size(ranks, options.device)
-    timed = (SIZES[options.device], dtype, options.backend, console)
+    kind, dtype = options.device or default_device(), options.compute_dtype
+    check_device(kind)
+    check_writable(options.out, inputs=[options.hardware])
+    sheet = None if options.hardware is None else read_device(options.hardware)
+    if sheet is not None:
+        sheet.reached_flop_s(dtype)  # raises where its data sheet has none
+    timed = (SIZES[kind], dtype, options.backend, console)
     groups = [
-        run(time_group, *timed, tp_size=ranks, device=options.device, threads=options.threads)
-        for ranks in options.tp_sizes
+        run(time_group, *timed, tp_size=ranks, device=kind, threads=options.threads) for ranks in options.tp_sizes
     ]
-    device = fit_device(options.device, dtype, groups, known)
-    device.check("the fitted figures" if known is None else f"this machine is no {options.hardware} (--hardware)")
-    document = CalibrationDocument(device, fit_link(groups), groups[0].environment, options)
-    if out is not None and is_main_rank():
-        write_json(out, document.to_dict())
+    device = fit_device(kind, dtype, groups, sheet)
+    device.check("the fitted figures" if sheet is None else f"this machine is no {options.hardware} (--hardware)")
+    document = CalibrationDocument(device, fit_link(groups), groups[0].environment, replace(options, device=kind))
+    if is_main_rank():
+        write_json(options.out, document.to_dict())
     return document
 
 
@@ -211,11 +204,11 @@ def _multiply_beside(
 # ---- the fit ----
 
 
-def fit_device(kind: str, dtype: str, groups: Sequence[TimedGroup], known: DeviceSpec | None = None) -> DeviceSpec:
+def fit_device(kind: str, dtype: str, groups: Sequence[TimedGroup], sheet: DeviceSpec | None = None) -> DeviceSpec:
     """Return the device whose figures are fitted to the products of all groups.
 
     kind: cpu or cuda.
-    known: a device whose data sheet is kept.
+    sheet: a device whose data sheet is kept.
     """
     products = [one for group in groups for one in group.products]
     most = max(one.rows for one in products)
@@ -235,24 +228,24 @@ def fit_device(kind: str, dtype: str, groups: Sequence[TimedGroup], known: Devic
         kernel_us=1e6 * start,
         thin_us=0.0,
         relative_error=LEAST_ERROR,
-        engine=RUNTIME_ENGINES[kind],
+        speeds=RUNTIME_ENGINES[kind],
         calibrated=True,
         source="ladderize calibrate, on the device itself",
         launch_us=statistics.fmean(one.launch_us for one in groups),
     )
-    if known is not None:
+    if sheet is not None:
         device = replace(
             device,
-            memory_bandwidth_gb_s=known.memory_bandwidth_gb_s,
-            matmul_tflop_s=known.matmul_tflop_s,
-            memory_gib=known.memory_gib,
-            bandwidth_share=min(1.0, bandwidth / known.memory_bandwidth_gb_s),
-            matmul_share=min(1.0, rate / known.matmul_tflop_s[dtype]),
-            medium=known.medium,
-            wire_gb_s=known.wire_gb_s,
-            multimem=known.multimem,
-            fused_norm_mib=known.fused_norm_mib,
-            faster_unfused_mib=known.faster_unfused_mib,
+            memory_bandwidth_gb_s=sheet.memory_bandwidth_gb_s,
+            matmul_tflop_s=sheet.matmul_tflop_s,
+            memory_gib=sheet.memory_gib,
+            bandwidth_share=min(1.0, bandwidth / sheet.memory_bandwidth_gb_s),
+            matmul_share=min(1.0, rate / sheet.matmul_tflop_s[dtype]),
+            medium=sheet.medium,
+            wire_gb_s=sheet.wire_gb_s,
+            multimem=sheet.multimem,
+            fused_norm_mib=sheet.fused_norm_mib,
+            faster_unfused_mib=sheet.faster_unfused_mib,
         )
     if few and kind == "cpu":  # a core does arithmetic and waits for memory in turns
         every = [replace(device, serial_share=float(share)) for share in SERIAL_SHARES]

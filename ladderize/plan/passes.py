@@ -13,10 +13,9 @@ compute beside it runs at the rate 1 - contention. A message of ``a`` seconds an
 max(a, c + contention * a) together.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ladderize.layout import APART, DELAYED, DROPPED, HIDING, Layout
@@ -79,6 +78,27 @@ def _fastest(links: Iterable[Link], size: int) -> Link:
     return min(links, key=lambda link: link.seconds(size), default=NO_LINK)
 
 
+class Errors(NamedTuple):
+    """How far the parts of a prediction are off, in standard deviations of each error. The errors are independent.
+
+    gain: by fused norms.
+    """
+
+    compute: float = 0.0
+    message: float = 0.0
+    contention: float = 0.0
+    gain: float = 0.0
+
+
+NO_ERRORS = Errors()
+# a figure as it is predicted, then with one error at plus and at minus a standard deviation
+CASES = (NO_ERRORS, *(Errors(**{name: sign}) for name in Errors._fields for sign in (1.0, -1.0)))
+COMPUTE = ("attention", "mlp", "attention_apart", "mlp_apart", "parallel", "rest", "norm", "reading")
+MESSAGES = ("message", "message_start", "within", "across", "gather", "vocabulary")
+# one standard deviation of contention: where it was measured on the link itself, and elsewhere
+CALIBRATED_CONTENTION_ERROR, OTHER_CONTENTION_ERROR = 0.05, 0.1
+
+
 @dataclass(frozen=True)
 class PassParts:
     """The seconds of the parts of one forward pass of one rank: a prefill, or the mean decode step.
@@ -88,7 +108,7 @@ class PassParts:
     reading: the extra compute of attention that reads partials, behind a delayed MLP.
     parallel: both sub-modules of a layer of the parallel baseline.
     rest: the compute outside of all layers.
-    message: one all-reduce of a layer, alone, of ``message_bytes``; ``message_error`` is that of its time.
+    message: one all-reduce of a layer, alone, of ``message_bytes``.
     message_start: the part of ``message`` that the host spends, which no compute hides.
     within, across, gather: a delayed sum where several ranks are one virtual rank: the sum within their group, the
         message between groups, and the gathering of the slices of a long one. No compute hides the first and the last.
@@ -96,6 +116,7 @@ class PassParts:
     vocabulary: the collectives that every layout waits for.
     contention: compute beside a message runs at the rate 1 - contention.
     norm: the part of a sub-module that a fused all-reduce does on its way: the sum and the norm.
+    errors: one standard deviation of compute and of messages, relative, and of contention.
     """
 
     layers: int
@@ -115,7 +136,16 @@ class PassParts:
     gather: float
     norm: float = 0.0
     reading: float = 0.0
-    message_error: float = 0.0
+    errors: Errors = NO_ERRORS
+
+    def off_by(self, errors: Errors) -> "PassParts":
+        """Return the parts where their times and contention are off by so many standard deviations."""
+        compute = 1 + errors.compute * self.errors.compute
+        message = (1 + self.errors.message) ** errors.message
+        times = {name: compute * getattr(self, name) for name in COMPUTE}
+        times |= {name: message * getattr(self, name) for name in MESSAGES}
+        contention = self.contention + errors.contention * self.errors.contention
+        return replace(self, **times, contention=min(0.99, max(0.0, contention)))
 
 
 def pass_parts(serving: Serving, sync_tp_size: int | None = None) -> dict[str, PassParts]:
@@ -216,6 +246,10 @@ class _Pass:
             within = inner.seconds(self.stream)
             across = max(outer.seconds(self.stream // group if is_sliced else self.stream), start)
             gather = within if is_sliced else 0.0  # counts as a message of as many bytes, as in an emulated group
+        contention_error = 0.0
+        if serving.links:
+            is_measured = serving.links[0].calibrated
+            contention_error = CALIBRATED_CONTENTION_ERROR if is_measured else OTHER_CONTENTION_ERROR
         # where a layer takes the host longer than the device
         slowed = max(1.0, host / (attention + mlp))
         slowed_apart = max(1.0, (host + (virtual - 1) * launch_s * engine.mlp_launches) / sum(apart))
@@ -237,7 +271,7 @@ class _Pass:
             gather=gather,
             norm=self.other(engine.norm_kernels, engine.stream_passes * self.stream),
             reading=slowed_apart * reading,
-            message_error=link.error(self.stream),
+            errors=Errors(self.device.relative_error, link.error(self.stream), contention_error),
         )
 
     def attention(self, virtual: int) -> float:
@@ -288,9 +322,9 @@ class _Pass:
         """Return the time of a layer of the parallel baseline."""
         seconds = self.attention(1) + self.mlp(1) - self.other(self.engine.parallel_saves, 0)
         if self.engine.parallel_fused:
-            inputs = self.qkv, 2 * self.shape.own_inner
-            product = functools.partial(self.product, self.shape.hidden)
-            seconds += product(sum(inputs)) - sum(map(product, inputs))
+            hidden, gates = self.shape.hidden, 2 * self.shape.own_inner
+            apart = self.product(hidden, self.qkv) + self.product(hidden, gates)
+            seconds += self.product(hidden, self.qkv + gates) - apart
         return seconds
 
     def rest(self) -> float:
