@@ -13,7 +13,7 @@ perplexity is exp(cost) times the dense one's.
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -44,33 +44,25 @@ MeasureLayout = Callable[[Layout, bool], "LayoutCost"]  # True: on held-out wind
 
 @dataclass(frozen=True)
 class LayoutCost(Record):
-    """The measured cost of a layout on so many windows, in nats per token.
-
-    stderr: the standard error, paired with the dense model by window; a single window has none.
-    """
+    """The measured cost of a layout on so many windows, in nats per token."""
 
     nats: float
-    stderr: float | None
+    stderr: float | None  # the standard error, paired with the dense model by window; a single window has none
     windows: int
 
 
 @dataclass(frozen=True)
 class PlannedLayout(Record):
-    """A layout with its speed-up over the dense one, end to end, and its costs.
-
-    estimated_nats: the sum of the costs of its layers.
-    measured: on the windows that it was chosen on.
-    held_out: on other windows.
-    """
+    """A layout with its speed-up over the dense one, end to end, and its costs."""
 
     layout: str
     attention_sync: list[str]
     mlp_sync: list[str]
     sync_tp_size: int | None
     speedup: float
-    estimated_nats: float
-    measured: LayoutCost | None = None
-    held_out: LayoutCost | None = None
+    estimated_nats: float  # the sum of the costs of its layers
+    measured: LayoutCost | None = None  # on the windows that it was chosen on
+    held_out: LayoutCost | None = None  # on other windows
 
     @property
     def as_layout(self) -> Layout:
@@ -91,20 +83,15 @@ class PlannedLayout(Record):
 
 @dataclass(frozen=True)
 class PlanChoice(Record):
-    """The fastest layout within the budget of ``max_nats``.
-
-    measured: the layouts that were measured, in order.
-    costs_file: the sensitivity that it was chosen by.
-    aligned: the windows that layouts were aligned on before their costs were measured.
-    """
+    """The fastest layout within the budget of ``max_nats``."""
 
     LEFT_OUT: ClassVar = ("aligned",)
 
     max_nats: float
     chosen: PlannedLayout
-    measured: list[PlannedLayout] = field(default_factory=list)
-    costs_file: str = ""
-    aligned: AlignmentWindows | None = None
+    measured: list[PlannedLayout] = field(default_factory=list)  # all that were, in order
+    costs_file: str = ""  # the sensitivity that it was chosen by
+    aligned: AlignmentWindows | None = None  # the windows that layouts were aligned on before they were measured
 
     @property
     def is_verified(self) -> bool:
@@ -114,38 +101,32 @@ class PlanChoice(Record):
 
 @dataclass(frozen=True)
 class LayerTables:
-    """The seconds and the estimated costs of each kind of each layer.
-
-    seconds, nats: [L, kinds] in the order of LAYER_KINDS; nats is inf where a kind is not offered.
-    constant: the other seconds, which all layouts have.
-    sync_tp_size: virtual ranks of dropped sync points.
-    """
+    """The seconds and the estimated costs of each kind of each layer: [L, kinds] in the order of LAYER_KINDS."""
 
     seconds: np.ndarray
-    nats: np.ndarray
-    constant: float
-    sync_tp_size: int | None
+    nats: np.ndarray  # inf where a kind is not offered
+    constant: float  # the other seconds, which all layouts have
+    sync_tp_size: int | None  # virtual ranks of delayed and dropped sync points
 
     @property
     def dense(self) -> Kinds:
         return (0,) * len(self.seconds)
 
     def speedup(self, kinds: Kinds) -> float:
-        dense_seconds = total(self.seconds, self.dense)
-        return (self.constant + dense_seconds) / (self.constant + total(self.seconds, kinds))
+        before, after = total(self.seconds, self.dense), total(self.seconds, kinds)
+        return (self.constant + before) / (self.constant + after)
 
     def layout(self, kinds: Kinds) -> Layout:
         entering, attention = zip(*(KIND_STEPS[LAYER_KINDS[kind]] for kind in kinds), strict=True)
         mlp = (*entering[1:], BLOCKING)
         return Layout(attention, mlp, self.sync_tp_size if {*APART} & {*attention, *mlp} else None)
 
-    def planned(self, kinds: Kinds, measured: LayoutCost | None = None) -> PlannedLayout:
-        layout = self.layout(kinds)
-        estimated_nats = total(self.nats, kinds)
-        return PlannedLayout(
-            str(layout), **layout.to_config(), speedup=self.speedup(kinds), estimated_nats=estimated_nats,
-            measured=measured,
-        )  # fmt: skip
+    def planned(
+        self, kinds: Kinds, measured: LayoutCost | None = None, held_out: LayoutCost | None = None
+    ) -> PlannedLayout:
+        layout, speedup, nats = self.layout(kinds), self.speedup(kinds), total(self.nats, kinds)
+        modes = [*layout.attention_sync], [*layout.mlp_sync]
+        return PlannedLayout(str(layout), *modes, layout.sync_tp_size, speedup, nats, measured, held_out)
 
 
 def total(table: np.ndarray, kinds: Kinds) -> float:
@@ -154,18 +135,18 @@ def total(table: np.ndarray, kinds: Kinds) -> float:
 
 
 def kind_seconds(
-    parts: Mapping[str, PassParts], passes: Mapping[str, int], num_layers: int
+    times: Mapping[str, PassParts], passes: Mapping[str, int], num_layers: int
 ) -> tuple[float, np.ndarray]:
     """Return the seconds of a batch: those that all layouts have, and those of each kind of each layer [L, kinds].
 
-    parts, passes: by phase, the parts of one pass, and the number of passes.
+    times, passes: by phase, the parts of one pass, and the number of passes.
     """
     seconds = np.zeros((num_layers, len(LAYER_KINDS)))
     for phase, count in passes.items():
         for kind, (entering, mode) in enumerate(KIND_STEPS.values()):
-            seconds[0, kind] += count * predict_layer(parts[phase], BLOCKING, mode).total  # no MLP enters the first
-            seconds[1:, kind] += count * predict_layer(parts[phase], entering, mode).total
-    constant = sum(count * (parts[phase].rest + parts[phase].vocabulary) for phase, count in passes.items())
+            seconds[0, kind] += count * predict_layer(times[phase], BLOCKING, mode).total  # no MLP enters the first
+            seconds[1:, kind] += count * predict_layer(times[phase], entering, mode).total
+    constant = sum(count * (times[phase].rest + times[phase].vocabulary) for phase, count in passes.items())
     return constant, seconds
 
 
@@ -211,96 +192,75 @@ def choose_layout(
 ) -> PlanChoice:
     """Return the fastest layout within the budget in nats, by estimated costs, or by at most ``limit`` measurements.
 
-    Raises UserError where no layout that is faster than the dense one is within the budget.
+    By measurements it is within the budget on the windows that it was chosen by, and on held-out ones where those were
+    measured. Raises UserError where no layout that is faster than the dense one is within the budget.
     """
-    fastest = solve(tables.seconds, tables.nats, budget)
-    if fastest is None or not _is_faster(tables, fastest, tables.dense):
-        cheapest = _cheapest(tables, tables.nats, tables.dense)
-        if cheapest is None:
-            raise UserError(
-                "no layout is faster than the dense one on this hardware with this workload: do not convert"
-            )
-        least = shown_increase(total(tables.nats, cheapest), 3)
+    candidate = _next_layout(tables, tables.nats, budget, tables.dense)
+    if candidate is None:
+        raise UserError("no layout is faster than the dense one on this hardware with this workload: do not convert")
+    least = total(tables.nats, candidate)
+    if least > budget:
         raise UserError(
             f"no layout that is faster than the dense one is within the budget of {shown_increase(budget, 3)}"
-            f" perplexity; the least increase is estimated at {least}, so give a larger one"
+            f" perplexity; the least increase is estimated at {shown_increase(least, 3)}, so give a larger one"
         )
     if measure is None:
-        return PlanChoice(budget, tables.planned(fastest))
-    return _measured_choice(tables, budget, fastest, measure, limit, console)
-
-
-def _measured_choice(
-    tables: LayerTables, budget: float, fastest: Kinds, measure: MeasureLayout, limit: int, console: Console
-) -> PlanChoice:
-    """Return the fastest layout that at most ``limit`` measurements find within the budget, ``fastest`` first.
-
-    It is within the budget on the windows that it was chosen by, and on held-out ones where those were measured.
-    """
+        return PlanChoice(budget, tables.planned(candidate))
     estimates = np.maximum(tables.nats, LEAST_NATS)
     estimates[:, 0] = 0.0
-    candidate: Kinds | None = fastest
-    best: Kinds | None = None
-    tried: dict[Kinds, PlannedLayout] = {}
+    measured: dict[Kinds, LayoutCost] = {}
+    held_out: dict[Kinds, LayoutCost] = {}
     costs: dict[Kinds, float] = {}
+    best: Kinds | None = None
     for number in range(1, limit + 1):
         if best is not None and (candidate is None or number == limit):
-            kinds, cost, where = best, measure(tables.layout(best), True), " on held-out windows"
-            tried[best] = replace(tried[best], held_out=cost)
+            kinds, where = best, "on held-out windows"
+            cost = held_out[best] = measure(tables.layout(best), True)
         elif candidate is not None:
-            kinds, cost = candidate, measure(tables.layout(candidate), False)
-            tried[candidate] = tables.planned(candidate, cost)
-            where = f" (estimated {tried[candidate].estimated_nats:+.4f})"
+            kinds, where = candidate, f"(estimated {total(tables.nats, candidate):+.4f})"
+            cost = measured[candidate] = measure(tables.layout(candidate), False)
         else:
             break
-        speed = f"{tables.layout(kinds)}: {tried[kinds].speedup:.3f}x"
-        console.note(f"{number} of {limit}: {speed}, {cost.nats:+.4f} nats{where}")
+        speed = f"{tables.layout(kinds)}: {tables.speedup(kinds):.3f}x"
+        console.note(f"{number} of {limit}: {speed}, {cost.nats:+.4f} nats {where}")
         if kinds == best and cost.nats <= budget:
             break
-        costs = _real_costs(tried)
+        costs = _real_costs(measured, held_out)
         within = [kinds for kinds, nats in costs.items() if nats <= budget]
-        best = max(within, key=lambda kinds: (tried[kinds].speedup, -costs[kinds]), default=None)
+        best = max(within, key=lambda kinds: (tables.speedup(kinds), -costs[kinds]), default=None)
         ratios = [nats / total(estimates, kinds) for kinds, nats in costs.items()]
-        ratio = max(float(np.median(ratios)), LEAST_NATS)  # a noisy cost may be below 0
-        candidate = _next_candidate(tables, ratio * estimates, budget, best, tried)
+        expected = max(float(np.median(ratios)), LEAST_NATS) * estimates  # a noisy cost may be below 0
+        candidate = _next_layout(tables, expected, budget, best or tables.dense, measured)
+        if best and candidate and total(expected, candidate) > WORTH_TRYING * budget:
+            candidate = None
     if best is None:
         raise UserError(
             f"none of the {len(costs)} layouts that were measured stays within the budget ({budget:.4f} nats) on all"
             f" windows; the least increase is {min(costs.values()):.4f} nats, so give a larger budget, or a larger"
             " --verify"
         )
-    return PlanChoice(budget, tried[best], list(tried.values()))
+    planned = {kinds: tables.planned(kinds, cost, held_out.get(kinds)) for kinds, cost in measured.items()}
+    return PlanChoice(budget, planned[best], list(planned.values()))
 
 
-def _real_costs(tried: Mapping[Kinds, PlannedLayout]) -> dict[Kinds, float]:
-    """Return the costs on held-out windows, so much larger than measured as was seen at most where they are unknown."""
-    measured = {kinds: layout.measured.nats for kinds, layout in tried.items() if layout.measured is not None}
-    held_out = {kinds: layout.held_out.nats for kinds, layout in tried.items() if layout.held_out is not None}
-    factors = [nats / max(measured[kinds], LEAST_NATS) for kinds, nats in held_out.items()]
-    dearer = max([1.0, *factors])
-    return {kinds: held_out.get(kinds, dearer * nats) for kinds, nats in measured.items()}
-
-
-def _next_candidate(
-    tables: LayerTables, nats: np.ndarray, budget: float, best: Kinds | None, tried: Collection[Kinds]
+def _next_layout(
+    tables: LayerTables, nats: np.ndarray, budget: float, slower: Kinds, excluded: Collection[Kinds] = ()
 ) -> Kinds | None:
-    """Return the next layout to measure, faster than the best: the fastest within the budget, or the least costly."""
-    fastest = solve(tables.seconds, nats, budget, tried)
-    if fastest is not None and _is_faster(tables, fastest, best or tables.dense):
+    """Return the fastest layout within the budget, or else the least costly; None where none is faster than
+    ``slower``."""
+    most_seconds = total(tables.seconds, slower) * (1 - ROUNDING)
+    fastest = solve(tables.seconds, nats, budget, excluded)
+    if fastest is not None and total(tables.seconds, fastest) < most_seconds:
         return fastest
-    cheapest = _cheapest(tables, nats, best or tables.dense, tried)
-    if best is not None and cheapest is not None and total(nats, cheapest) > WORTH_TRYING * budget:
-        return None
-    return cheapest
+    return solve(nats, tables.seconds, most_seconds, excluded)
 
 
-def _is_faster(tables: LayerTables, kinds: Kinds, other: Kinds) -> bool:
-    return total(tables.seconds, kinds) < total(tables.seconds, other) * (1 - ROUNDING)
-
-
-def _cheapest(tables: LayerTables, nats: np.ndarray, other: Kinds, excluded: Collection[Kinds] = ()) -> Kinds | None:
-    """Return the least costly of the layouts that are faster than another; None where there is none."""
-    return solve(nats, tables.seconds, total(tables.seconds, other) * (1 - ROUNDING), excluded)
+def _real_costs(measured: Mapping[Kinds, LayoutCost], held_out: Mapping[Kinds, LayoutCost]) -> dict[Kinds, float]:
+    """Return the costs on held-out windows; where they are unknown, as much above the measured as was seen at most."""
+    factors = [cost.nats / max(measured[kinds].nats, LEAST_NATS) for kinds, cost in held_out.items()]
+    dearer = max([1.0, *factors])
+    costs = {kinds: dearer * cost.nats for kinds, cost in measured.items()}
+    return costs | {kinds: cost.nats for kinds, cost in held_out.items()}
 
 
 def shown_increase(nats: float, digits: int = 2) -> str:

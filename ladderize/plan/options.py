@@ -31,6 +31,8 @@ from ladderize.runtime.bench.options import BATCH_SIZES, LAYOUT_NAMES, OUTPUT_LE
 MOST_ROWS = 1 << 20  # of a batch
 BOUND_NAMES = ("parallel", "no-comm")  # rows for comparison, which are no layouts
 CHOICE = "Choose a layout"  # a title of the help
+COUNTS = partial(parse_counts, option="--tp-size")
+DTYPES = "float32, bfloat16, float16, or auto: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,51 +41,33 @@ class PlanOptions(Record):
 
     model: str | None = argument("[MODEL]", "A checkpoint: folder or hub id. Its own layout is a row too.", None)
     shape: str | None = option(f"A shape instead of a checkpoint: {SHAPE_NAMES}.", panel=MODELS, metavar="CONFIG")
-    dtype: Dtype = option(
-        "float32, bfloat16, float16, or auto: as stored, bfloat16 for a shape.", "auto", panel=MODELS, metavar="DTYPE"
-    )
+    dtype: Dtype = option(f"{DTYPES}as stored, bfloat16 for a shape.", "auto", panel=MODELS, metavar="DTYPE")
     revision: str | None = option(REVISION)
     hardware: str = option(
         "The device of one rank: h100-sxm, rtx-4090, l40s or another known one (docs/planning.md), or a file of"
-        " calibrate or of your own.",
-        ...,
-        panel=MEMORY,
-        metavar="DEVICE",
-    )
+        " calibrate or of your own.", ..., panel=MEMORY, metavar="DEVICE",
+    )  # fmt: skip
     link: str | None = option(
         "What joins the ranks: a known link, such as nccl_pcie4, ALPHA_US,BETA_GB_S (see bench), or a file.",
-        panel=MEMORY,
-        metavar="LINK",
-        shown="the fastest of --speeds on such devices, or that of --hardware's file",
-    )
+        panel=MEMORY, metavar="LINK", shown="the fastest of --speeds on such devices, or that of --hardware's file",
+    )  # fmt: skip
     outer_link: str | None = option(
         "What joins machines, such as nccl_two_nodes_ib_ndr: --link is within one then. With --sync-tp-size it joins as"
-        " many groups.",
-        panel=MEMORY,
-        metavar="LINK",
-    )
+        " many groups.", panel=MEMORY, metavar="LINK",
+    )  # fmt: skip
     tp_sizes: tuple[int, ...] = option(
-        "Tensor-parallel ranks: one number or several.",
-        ...,
-        panel=MEMORY,
-        metavar="A,B",
-        flags="--tp-size",
-        parse=partial(parse_counts, option="--tp-size"),
-    )
+        "Tensor-parallel ranks: one number or several.", ..., panel=MEMORY, metavar="A,B", flags="--tp-size",
+        parse=COUNTS,
+    )  # fmt: skip
     speeds: str | None = option(
         "Whose code is assumed: vllm, published (the Ladder Residual authors' benchmark), runtime or runtime-cpu"
-        " (ladderize's own).",
-        panel=MEMORY,
-        metavar="NAME",
-        shown="vllm, or that of --hardware's file",
-    )
+        " (ladderize's own).", panel=MEMORY, metavar="NAME", shown="vllm, or that of --hardware's file",
+    )  # fmt: skip
     layout: str | None = option(
         f"Rows of the table: {', '.join(LAYOUT_NAMES)}, such a name with a range of layers, ladder=16:32, or"
-        f" {' and '.join(BOUND_NAMES)}, which are for comparison. dense is always there.",
-        panel=LAYOUT,
-        metavar="A,B",
-        shown="ladder and delayed on the upper half, spd on 70 %, and all layers",
-    )
+        f" {' and '.join(BOUND_NAMES)}, which are for comparison. dense is always there.", panel=LAYOUT,
+        metavar="A,B", shown="ladder and delayed on the upper half, spd on 70 %, and all layers",
+    )  # fmt: skip
     sync_tp_size: int | None = option(
         "Virtual ranks of delayed and spd in --layout.", panel=LAYOUT, min=1, shown="as many as ranks"
     )
@@ -152,16 +136,11 @@ class CalibrateOptions(Record):
         "The JSON file to write; --hardware and --link take it.", ..., panel=OUTPUT, metavar="FILE", decides=False
     )
     tp_sizes: tuple[int, ...] = option(
-        "Numbers of ranks to time, one after the other. Under torchrun: as many as it started.",
-        (1,),
-        panel=MEMORY,
-        metavar="A,B",
-        flags="--tp-size",
-        shown="1",
-        parse=partial(parse_counts, option="--tp-size"),
-    )
+        "Numbers of ranks to time, one after the other. Under torchrun: as many as it started.", (1,), panel=MEMORY,
+        metavar="A,B", flags="--tp-size", shown="1", parse=COUNTS,
+    )  # fmt: skip
     backend: SendingBackend = option(BACKEND, "auto")
-    dtype: Dtype = option("float32, bfloat16, float16, or auto: bfloat16.", "auto", panel=MEMORY, metavar="DTYPE")
+    dtype: Dtype = option(f"{DTYPES}bfloat16.", "auto", panel=MEMORY, metavar="DTYPE")
     device: DeviceName | None = option(DEVICE)
     threads: int | None = option(THREADS)
     hardware: str | None = option("A known device or a file: its data sheet is kept.", panel=MEMORY, metavar="DEVICE")

@@ -53,12 +53,9 @@ LONG_TRAINING_POINTS = -5.0  # a loss that no short training makes good
 
 @dataclass(frozen=True)
 class MeasuredLoss(Record):
-    """Points that a real model lost, aligned, and their 95 % interval; below 0 is worse than dense.
+    """Points that a real model lost, aligned, and their 95 % interval; below 0 is worse than dense."""
 
-    shares: of its layers, by kind.
-    """
-
-    shares: dict[str, float]
+    shares: dict[str, float]  # of its layers, by kind
     points: float
     low: float
     high: float
@@ -70,17 +67,7 @@ class MeasuredLoss(Record):
 
 @dataclass(frozen=True)
 class PlannedRow(Record):
-    """A prediction for one group at one batch size.
-
-    prefill_ms, decode_ms_per_token: the time of a text of the batch; of replicas, in the one with the largest part.
-    tokens_per_s: new tokens of the whole batch over prefill and all decode steps.
-    speedup: over the dense model, end to end; its 95 % band is from ``speedup_low`` to ``speedup_high``.
-    waiting_share: of the end-to-end time, the part that waits for all-reduces of layers.
-    memory_need_bytes: of a rank: weights, KV cache, and what a prefill takes.
-    fits: True if the rank's device has so much memory; None where that is unknown.
-    all_reduces: the names of the links that the messages of layers take, by phase.
-    loss: the accuracy that a real model lost with about this layout; None where that was not measured.
-    """
+    """A prediction for one group at one batch size."""
 
     name: str
     kind: RowKind
@@ -88,49 +75,43 @@ class PlannedRow(Record):
     tp_size: int
     batch_size: int
     basis: Basis
-    prefill_ms: float
+    prefill_ms: float  # of a text of the batch; of replicas, in the one with the most texts
     decode_ms_per_token: float
-    tokens_per_s: float
-    speedup: float
+    tokens_per_s: float  # new tokens of the whole batch over prefill and all decode steps
+    speedup: float  # over the dense model, end to end, with its 95 % band
     speedup_low: float
     speedup_high: float
-    waiting_share: float
-    memory_need_bytes: int
-    fits: bool | None
-    all_reduces: dict[str, str]
-    loss: MeasuredLoss | None
+    waiting_share: float  # of the end-to-end time, what waits for all-reduces of layers
+    memory_need_bytes: int  # of a rank: weights, KV cache, and what a prefill takes
+    fits: bool | None  # None where the device's memory is unknown
+    all_reduces: dict[str, str]  # the names of the links that the messages of layers take, by phase
+    loss: MeasuredLoss | None  # that a real model had with about this layout; None where that was not measured
 
 
 class _Variant(NamedTuple):
-    """A row before its times are known.
-
-    serving: the group and the batch, or those of the replica with the largest part, which ends last.
-    only_if_faster: it is no row where it is slower than the dense model on all ranks.
-    """
+    """A row before its times are known."""
 
     name: str
     kind: RowKind
     layout: Layout
-    serving: Serving
-    only_if_faster: bool = False
+    serving: Serving  # the group and the batch; of replicas that with the most texts, which ends last
+    only_if_faster: bool = False  # than the dense model on all ranks; else it is no row
 
-    def seconds(self, parts: PassParts, errors: Errors = NO_ERRORS) -> float:
+    def seconds(self, times: PassParts, errors: Errors = NO_ERRORS) -> float:
         """Return the time of a pass where its parts are off by these errors."""
-        low, high = fused_gain(self.serving, parts) if self.kind == "exact" else NO_GAIN
+        low, high = fused_gain(self.serving, times) if self.kind == "exact" else NO_GAIN
         gain = (low + high) / 2 + errors.gain * (high - low) / 4  # the band is two deviations on both sides
-        return self.predict(parts.off_by(errors)).total / (1 + gain)
+        return self.predict(times.off_by(errors)).total / (1 + gain)
 
-    def predict(self, parts: PassParts) -> PassSeconds:
-        return BOUNDS[self.name](parts) if self.kind == "bound" else predict_pass(parts, self.layout)
+    def predict(self, times: PassParts) -> PassSeconds:
+        return BOUNDS[self.name](times) if self.kind == "bound" else predict_pass(times, self.layout)
 
 
 def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[PlannedRow]:
     """Return the rows of one group and batch: the dense layout, which speed-ups are over, then the others, then what
-    changes no result.
+    changes no result. Raises UserError or LayoutError where there are no figures for the group.
 
     layouts: by row name, or by the name of one of BOUNDS, which has the dense one.
-
-    Raises UserError or LayoutError where there are no figures for the group.
     """
     device, links, passes = serving.device, serving.links, serving.passes
     dense = Layout.dense(serving.config["num_hidden_layers"])
@@ -143,10 +124,9 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
     rows: list[PlannedRow] = []
     dense_seconds: list[float] = []
     for variant in (*variants, *_exact_variants(serving, dense)):
-        parts = pass_parts(variant.serving, variant.layout.sync_tp_size)
-        prefill, decode = (
-            [variant.seconds(parts[phase], errors) for errors in CASES] for phase in ("prefill", "decode")
-        )
+        times = pass_parts(variant.serving, variant.layout.sync_tp_size)
+        prefill = [variant.seconds(times["prefill"], errors) for errors in CASES]
+        decode = [variant.seconds(times["decode"], errors) for errors in CASES]
         seconds = [first + passes["decode"] * step for first, step in zip(prefill, decode, strict=True)]
         dense_seconds = dense_seconds or seconds
         speedups = [before / after for before, after in zip(dense_seconds, seconds, strict=True)]
@@ -154,7 +134,7 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
             continue
         # of fused norms the gain itself is assumed, so the scatter of two runs is not in it
         half = relative_band(speedups, runs=0 if variant.name == "fused" else 2)
-        waiting = sum(count * variant.predict(parts[phase]).waiting for phase, count in passes.items())
+        waiting = sum(count * variant.predict(times[phase]).waiting for phase, count in passes.items())
         need = memory_need(variant.serving, variant.layout)
         rows.append(
             PlannedRow(
@@ -173,7 +153,7 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
                 waiting_share=waiting / seconds[0],
                 memory_need_bytes=need,
                 fits=fits(device, need),
-                all_reduces={name: variant.serving.fastest(phase.message_bytes).name for name, phase in parts.items()},
+                all_reduces={name: variant.serving.fastest(phase.message_bytes).name for name, phase in times.items()},
                 loss=measured_loss(variant.layout) if variant.kind == "layout" else None,
             )
         )
@@ -181,12 +161,10 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
 
 
 def relative_band(figures: Sequence[float], *, runs: int = 1) -> float:
-    """Return half the width of the 95 % band of a figure, relative to it: 0.05 is 5 %.
+    """Return half the width of the 95 % band of a figure, relative to it; 0 where no error changes it.
 
     figures: its values in CASES.
     runs: the number of times that it depends on: 2 for a speed-up.
-
-    A figure that no error changes has no band.
     """
     deviations = [(more - less) / 2 for more, less in zip(figures[1::2], figures[2::2], strict=True)]
     size = abs(figures[0])
@@ -206,7 +184,7 @@ def _exact_variants(serving: Serving, dense: Layout) -> Iterator[_Variant]:
         replica = replace(serving, ranks=ranks, batch_size=rows)
         try:
             check_runnable(serving.config, dense, ranks)
-            gains = [fused_gain(replica, parts) for parts in pass_parts(replica).values()]
+            gains = [fused_gain(replica, times) for times in pass_parts(replica).values()]
         except LadderizeError:  # the heads, or the link, do not go with so few ranks
             continue
         if count > 1 and fits(replica.device, memory_need(replica, dense)) is not False:
@@ -216,19 +194,19 @@ def _exact_variants(serving: Serving, dense: Layout) -> Iterator[_Variant]:
             yield _Variant("fused", "exact", dense, replica)
 
 
-def fused_gain(serving: Serving, parts: PassParts) -> tuple[float, float]:
+def fused_gain(serving: Serving, times: PassParts) -> tuple[float, float]:
     """Return the 95 % band of the gain of a dense pass by fused norms, at most the time of waits and norms.
 
     It is NO_GAIN where vLLM fuses nothing: fused kernels write to each other's memory over NVLink. A link without a
     medium counts as NVLink.
     """
-    size, device = parts.message_bytes / MIB, serving.device
+    size, device = times.message_bytes / MIB, serving.device
     over_nvlink = any(link.medium in (None, "nvlink") and link.is_within(serving.ranks) for link in serving.links)
     if size > device.fused_norm_mib.get(serving.ranks, 0) or not over_nvlink:
         return NO_GAIN
     disputed = size >= device.faster_unfused_mib.get(serving.ranks, size + 1)
-    dense = predict_pass(parts, Layout.dense(parts.layers))
-    most = dense.total / (dense.busy - 2 * parts.layers * parts.norm) - 1
+    dense = predict_pass(times, Layout.dense(times.layers))
+    most = dense.total / (dense.busy - 2 * times.layers * times.norm) - 1
     low, high = DISPUTED_GAIN if disputed else DOCUMENTED_GAIN
     return min(low, most), min(high, most)
 

@@ -43,28 +43,20 @@ LONG_PROMPT = 4096  # tokens, from which attention that is not fused takes much 
 
 @dataclass(frozen=True)
 class PlanResult(Record):
-    """The content of plan.json without its schema; docs/files.md describes it.
-
-    dtype, is_fp8: in which it computes; its projections multiply 8-bit floats.
-    links: the links that messages choose among, at the largest number of ranks; none for one rank.
-    speeds: the engine whose code is assumed.
-    verdicts: the answers, one for each number of ranks at each batch size.
-    doubts: reasons why figures may be off, a sentence each.
-    choice: the chosen layout, if one was asked for.
-    """
+    """The content of plan.json without its schema; docs/files.md describes it."""
 
     LEFT_OUT: ClassVar = ("choice",)
 
-    dtype: str
-    is_fp8: bool
+    dtype: str  # in which it computes
+    is_fp8: bool  # projections multiply 8-bit floats
     options: PlanOptions
     device: DeviceSpec
-    links: list[Interconnect]
-    speeds: str
+    links: list[Interconnect]  # that messages choose among, at the largest number of ranks; none for one rank
+    speeds: str  # the engine whose code is assumed
     rows: list[PlannedRow]
-    verdicts: list[PlanVerdict]
-    doubts: list[str]
-    choice: PlanChoice | None = None
+    verdicts: list[PlanVerdict]  # one for each number of ranks at each batch size
+    doubts: list[str]  # reasons why figures may be off, a sentence each
+    choice: PlanChoice | None = None  # if a layout was asked for
 
     def groups(self) -> list[list[PlannedRow]]:
         """Return the rows of each number of ranks at each batch size, the dense model first."""
@@ -77,8 +69,7 @@ class PlanResult(Record):
 def plan_layouts(options: PlanOptions, *, console: Console = SILENT) -> PlanResult:
     """Predict the speed of a model's layouts on hardware that need not be there, and choose one; return the document.
 
-    Raises UsageError, UserError or LayoutError if something cannot be predicted (unknown names, sizes that the ranks do
-    not divide, a link without figures for so many ranks), or if nothing is within the budget.
+    Raises UsageError, UserError or LayoutError for what cannot be predicted, or if nothing is within the budget.
     """
     _check_outputs(options)
     served, layout = _serving(options)
@@ -131,10 +122,7 @@ def _check_outputs(options: PlanOptions) -> None:
 
 
 def _serving(options: PlanOptions) -> tuple[Serving, Layout]:
-    """Return the model on the first group with the first batch, without links, and the model's own layout.
-
-    Only the config is read. Raises UsageError, UserError or LayoutError.
-    """
+    """Return the model on the first group with the first batch, without links, and its own layout, from its config."""
     device, engines = read_device(options.hardware), known_engines()
     folder = None
     if options.model is not None:
@@ -177,11 +165,7 @@ def _serving(options: PlanOptions) -> tuple[Serving, Layout]:
 
 def _links(options: PlanOptions, serving: Serving, ranks: int) -> tuple[Interconnect, ...]:
     """Return the links that messages of ``ranks`` ranks choose among: that of --link or of --hardware's file, else the
-    device's own.
-
-    Raises UsageError or UserError where none is known, and where the ranks are more than a machine's and nothing joins
-    machines.
-    """
+    device's own. Raises UsageError or UserError where none is known for so many."""
     if ranks == 1:
         return ()
     device, most = serving.device, max(options.tp_sizes)
@@ -216,12 +200,8 @@ def _links(options: PlanOptions, serving: Serving, ranks: int) -> tuple[Intercon
 
 
 def _row_layouts(options: PlanOptions, layout: Layout, serving: Serving, ranks: int) -> dict[str, Layout]:
-    """Return the layouts of the rows beside dense: the checkpoint's own, then those of --layout; bounds have the dense
-    one.
-
-    Without --layout these are the usual ones that the ranks and the family can run. Raises UsageError for unknown
-    names, UserError or LayoutError for layouts that ``ranks`` cannot run.
-    """
+    """Return the layouts of the rows beside dense: the checkpoint's own, then those of --layout, or else the usual ones
+    that the ranks and the family can run; bounds have the dense one. Raises UsageError, UserError or LayoutError."""
     layers = layout.num_layers
     names = _usual_layouts(layers, ranks) if options.layout is None else layout_names(options.layout)
     layouts = {} if layout.is_dense else {CHECKPOINT_ROW: layout}
@@ -271,13 +251,13 @@ def _doubts(groups: Sequence[Serving]) -> Iterator[str]:
         )
     untimed: dict[str, dict[str, None]] = {}  # by link, in order
     for group in groups:
-        for parts in pass_parts(group).values():
-            link = group.fastest(parts.message_bytes)
+        for times in pass_parts(group).values():
+            link = group.fastest(times.message_bytes)
             reaches = untimed.setdefault(link.name, {})
             if link.derived:
                 reaches[f"{group.ranks} ranks ({link.derived})"] = None
-            if not link.in_range(parts.message_bytes):
-                reaches[human_bytes(parts.message_bytes)] = None
+            if not link.in_range(times.message_bytes):
+                reaches[human_bytes(times.message_bytes)] = None
     for name, reaches in untimed.items():
         if reaches:
             yield f"{name} was not timed at {', '.join(reaches)}: its part of the bands is wide"
@@ -289,13 +269,7 @@ def _doubts(groups: Sequence[Serving]) -> Iterator[str]:
 def _choose(
     options: PlanOptions, sensitivity: Path, layout: Layout, serving: Serving, console: Console
 ) -> "tuple[PlanChoice, LayoutMeasurer | None]":
-    """Return the fastest layout within the budget on this group, and the measurer, if layouts were measured.
-
-    layout: the model's own.
-
-    Raises UserError for costs of another model or of a number of virtual ranks that the group cannot run, and where
-    nothing is within the budget.
-    """
+    """Return the fastest layout within the budget on this group, and the measurer, if layouts were measured."""
     costs = read_sensitivity(sensitivity)
     _check_costs(options, layout, costs, serving.ranks)
     nats = np.full((layout.num_layers, len(LAYER_KINDS)), np.inf)  # where none was measured
@@ -303,8 +277,8 @@ def _choose(
     for cost in costs.costs:
         if cost.layer or "+" not in cost.kind:  # no MLP enters the first, so that is spd
             nats[cost.layer, LAYER_KINDS.index(cost.kind)] = max(cost.nats, 0.0)  # below 0 is noise
-    parts = pass_parts(serving, costs.sync_tp_size)
-    constant, seconds = kind_seconds(parts, serving.passes, layout.num_layers)
+    times = pass_parts(serving, costs.sync_tp_size)
+    constant, seconds = kind_seconds(times, serving.passes, layout.num_layers)
     tables = LayerTables(seconds, nats, constant, costs.sync_tp_size)
     budget, measurer, limit = options.max_nats(costs.dense_nll), None, options.verify or 0
     if limit:
