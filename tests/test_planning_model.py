@@ -56,14 +56,6 @@ def only(**rates: float) -> DeviceSpec:
     return DeviceSpec("only", gb_s, {"bfloat16": tflop_s}, None, 1, 1, 0, 0, 0, "published", False, "a test")
 
 
-def device_file(folder, device, **changes):
-    """A device as --hardware reads it. changes: of its keys; ``...`` leaves one out."""
-    content = {key: value for key, value in {**device.to_dict(), **changes}.items() if value is not ...}
-    path = folder / "device.json"
-    path.write_text(json.dumps({"device": content}, indent="\t"))  # which YAML may not be indented by
-    return str(path)
-
-
 def parts_of(
     config, device, engine=BARE, link=NO_LINK, ranks=1, workload=(1, 64, 16), virtual=None, contention=0.0, fp8=False
 ):
@@ -387,16 +379,20 @@ def test_links_between_measured_ranks_are_interpolated_and_said_so():
 
 
 def test_a_device_may_be_like_a_known_one(tmp_path):
-    known, device = known_devices()["h100-sxm"], a_device()
-    left_out = {**dict.fromkeys(LIKE_ANOTHER, ...), "like": known.name}
-    found = read_device(device_file(tmp_path, device, **left_out | {"thin_us": 7.5}))
-    for key, value in device.to_dict().items():
-        expected = getattr(known, key) if key in LIKE_ANOTHER else value
-        assert getattr(found, key) == (7.5 if key == "thin_us" else expected)
+    known, device, path = known_devices()["h100-sxm"], a_device(), tmp_path / "device.json"
+
+    def read(**changes):
+        content = {key: value for key, value in device.to_dict().items() if key not in LIKE_ANOTHER}
+        content |= {"like": known.name, **changes}
+        path.write_text(json.dumps({"device": content}, indent="\t"))  # which YAML may not be indented by
+        return read_device(str(path))
+
+    copied = {key: getattr(known, key) for key in LIKE_ANOTHER}
+    assert read(thin_us=7.5) == dataclasses.replace(device, **copied | {"thin_us": 7.5})
     with pytest.raises(UserError, match="device: like h1000 is not one of h100-sxm, h200"):
-        read_device(device_file(tmp_path, device, **left_out | {"like": "h1000"}))
-    with pytest.raises(UserError, match="device has no relative_error"):  # no other device's error
-        read_device(device_file(tmp_path, device, **left_out | {"relative_error": ...}))
+        read(like="h1000")
+    with pytest.raises(UserError, match="relative_error"):  # no other device's error
+        read(relative_error=None)
 
 
 # ---- bands ----
@@ -413,11 +409,9 @@ def test_a_ratios_band_is_narrower_than_a_times():
     assert 0 < relative_band(ratios) < relative_band(times) < 0.5
     assert relative_band([1.0] * len(cases)) == 0
     # all compute: twice its error, and the scatter of runs beside it
-    silent = [predict_silent(case).total for case in cases]
-    assert relative_band(silent) == pytest.approx(2 * math.hypot(0.1, 0.02), rel=1e-6)
+    assert relative_band([predict_silent(case).total for case in cases]) == pytest.approx(2 * math.hypot(0.1, 0.02))
     surer = dataclasses.replace(parts["decode"], errors=Errors(0.01, 0.01, 0.1))
-    closer = [predict_pass(surer.off_by(errors), dense).total for errors in CASES]
-    assert relative_band(closer) < relative_band(times)
+    assert relative_band([predict_pass(surer.off_by(errors), dense).total for errors in CASES]) < relative_band(times)
 
 
 def test_a_link_of_two_levels():

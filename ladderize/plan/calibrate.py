@@ -196,11 +196,7 @@ def _multiply_beside(
 
 
 def fit_device(kind: str, dtype: str, groups: Sequence[TimedGroup], sheet: DeviceSpec | None = None) -> DeviceSpec:
-    """Return the device whose figures are fitted to the products of all groups.
-
-    kind: cpu or cuda.
-    sheet: a device whose data sheet is kept.
-    """
+    """Return the device whose figures are fitted to the products of all groups; a data ``sheet`` is kept."""
     products = [product for group in groups for product in group.products]
     most = max(product.rows for product in products)
     single = [product for product in products if product.rows == 1]

@@ -146,10 +146,8 @@ def _device(row: Mapping[str, Any], devices: Mapping[str, DeviceSpec], where: st
 
 
 def read_device(text: str) -> DeviceSpec:
-    """Return a row of devices.yaml by its name, or the ``device`` of a file. Raises UserError for anything else.
-
-    The file is of ``ladderize calibrate`` or of one's own.
-    """
+    """Return a row of devices.yaml by its name, or the ``device`` of a file, of `ladderize calibrate` or of your own.
+    Raises UserError for anything else."""
     devices = known_devices()
     if text in devices:
         return devices[text]

@@ -30,13 +30,9 @@ LEAST_HELD_OUT = 2  # windows: fewer have no standard error
 
 
 class LayoutMeasurer:
-    """A measurer of layouts of one dense model, each once. Measured ones are kept in a file, from which a killed run
-    goes on.
+    """A measurer of layouts of one dense model, each once, kept in a file beside another until ``tidy``.
 
     costs: the sensitivity, on whose windows layouts are chosen, and whose models were aligned as layouts will be.
-    kept_beside: the path beside which the file lies; its name holds this one's and a hash of model, windows and dtype.
-
-    Raises UserError for too few data.
     """
 
     def __init__(

@@ -21,15 +21,12 @@ NEARLY = 0.95  # of a speed-up: what counts as no slower
 
 @dataclass(frozen=True)
 class PlanVerdict(Record):
-    """The answer for one group at one batch size.
-
-    layout: the name of the row that it is about; None where it is about none.
-    """
+    """The answer for one group at one batch size."""
 
     tp_size: int
     batch_size: int
     worth: Literal["yes", "perhaps", "no"]
-    layout: str | None
+    layout: str | None  # the name of the row that it is about, if it is about one
     sentence: str
 
 

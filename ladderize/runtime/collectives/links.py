@@ -26,21 +26,16 @@ BETWEEN_ERROR, BEYOND_ERROR, OTHER_SIZE_ERROR, OTHER_WIRES_ERROR, MOST_ERROR = 0
 
 @dataclass(frozen=True)
 class Link(Record):
-    """The time of one all-reduce over the whole group: ``alpha_us`` + bytes / ``beta_gb_s`` (GB = 1e9 bytes).
-
-    beta_gb_s: None where bytes take no time.
-    derived: the way in which the figures follow from those of other numbers of ranks; "" where they are of this one.
-    relative_error: of its time at a size that was timed, one standard deviation.
-    """
+    """The time of one all-reduce over the whole group: ``alpha_us`` + bytes / ``beta_gb_s`` (GB = 1e9 bytes)."""
 
     name: str
     alpha_us: float
-    beta_gb_s: float | None
+    beta_gb_s: float | None  # None where bytes take no time
     min_bytes: int = 0
     max_bytes: int | None = None
     source: str = "given by hand"
-    derived: str = ""
-    relative_error: float = ASSUMED_ERROR
+    derived: str = ""  # the way in which the figures follow from other numbers of ranks; "" where they are of this one
+    relative_error: float = ASSUMED_ERROR  # of its time at a size that was timed, one standard deviation
 
     def seconds(self, size: int) -> float:
         return self.alpha_us * 1e-6 + (0.0 if self.beta_gb_s is None else size / (self.beta_gb_s * 1e9))
@@ -58,16 +53,11 @@ NO_LINK = Link("no communication", 0.0, None, source="nothing is sent", relative
 
 @dataclass(frozen=True)
 class InterconnectRow(Record):
-    """A link at one number of ranks.
-
-    bus_gb_s: bandwidth of each rank, in sending and in receiving, as NCCL's tests count it; None: bytes take no time.
-    A ring of N ranks carries 2 (N - 1) / N of a message over each of its links.
-    min_bytes, max_bytes: of the messages that were timed.
-    """
+    """A link at one number of ranks, and the sizes of the messages that were timed."""
 
     ranks: int
     alpha_us: float
-    bus_gb_s: float | None
+    bus_gb_s: float | None  # of each rank, in each direction, as NCCL's tests count it; None: bytes take no time
     min_bytes: int = 0
     max_bytes: int | None = None
 
@@ -78,33 +68,23 @@ class InterconnectRow(Record):
 
 @dataclass(frozen=True)
 class Interconnect(Record):
-    """One link at every number of ranks.
-
-    rows: ascending by ranks; empty where ``any_ranks`` was given by hand.
-    contention: while a message is in flight, compute runs at the rate 1 - contention.
-    relative_error: of a message's time, one standard deviation.
-    calibrated: measured on this link itself, by ``ladderize calibrate``.
-    medium: the kind of the wires: nvlink, pcie (cards read each other's memory), host (through the host's memory),
-    xgmi (AMD's), infiniband, ethernet; None where it is unknown.
-    wire_gb_s: of these wires, of one card, in one direction.
-    kernel: the algorithm that sums: nccl, one_shot, multimem, published (that of the Ladder Residual authors).
-    most_ranks: that an engine's kernel takes; None: any number.
-    groups_of, outer: this link joins groups of so many ranks, and ``outer`` joins the groups.
-    """
+    """One link at every number of ranks."""
 
     LEFT_OUT: ClassVar = ("medium", "wire_gb_s", "kernel", "most_ranks", "groups_of", "outer")
 
     name: str
-    rows: list[InterconnectRow]
-    contention: float
-    relative_error: float
-    calibrated: bool
+    rows: list[InterconnectRow]  # ascending by ranks; empty where ``any_ranks`` was given by hand
+    contention: float  # while a message is in flight, compute runs at the rate 1 - contention
+    relative_error: float  # of a message's time, one standard deviation
+    calibrated: bool  # on this link itself, by ``ladderize calibrate``
     source: str
     any_ranks: Link | None = None
+    # nvlink, pcie (cards read each other's memory), host (through the host's), xgmi (AMD's), infiniband, ethernet
     medium: str | None = None
-    wire_gb_s: float | None = None
-    kernel: str | None = None
-    most_ranks: int | None = None
+    wire_gb_s: float | None = None  # of these wires, of one card, in one direction
+    kernel: str | None = None  # that sums: nccl, one_shot, multimem, published (that of the Ladder Residual authors)
+    most_ranks: int | None = None  # that an engine's kernel takes; None: any number
+    # this link joins groups of so many ranks, and ``outer`` joins the groups
     groups_of: int | None = None
     outer: "Interconnect | None" = None
 
@@ -128,8 +108,7 @@ class Interconnect(Record):
         return replace(self, rows=rows, wire_gb_s=wire_gb_s, relative_error=error)
 
     def parts(self, ranks: int, size: int) -> tuple[Link, Link]:
-        """Return the links of ``ranks`` ranks in groups of ``size``: within a group, and between ranks of all groups
-        that have the same number there."""
+        """Return the links of ``ranks`` ranks in groups of ``size``: within a group, and between groups."""
         between = self if self.outer is None else self.outer
         return self.at(size), between.at(ranks // size)
 
@@ -149,11 +128,10 @@ class Interconnect(Record):
             _check_figure(f"{where}: beta_gb_s", self.any_ranks.beta_gb_s, SLOWEST_GB_S, 1e9)
 
     def at(self, ranks: int) -> Link:
-        """Return the link of a group of ``ranks``.
+        """Return the link of a group of ``ranks``. Raises UserError for ranks that are no whole groups.
 
         Between the rows and beyond them it is derived, with a larger error: the latency is a line in the number of
-        ranks, as of a ring; the bus bandwidth changes between the rows and stays beyond them. Raises UserError for
-        ranks that are no whole groups.
+        ranks, as of a ring; the bus bandwidth changes between the rows and stays beyond them.
         """
         if ranks == 1:
             return NO_LINK
@@ -172,10 +150,8 @@ class Interconnect(Record):
         return Link(self.name, row.alpha_us, row.beta_gb_s, row.min_bytes, row.max_bytes, self.source, derived, error)
 
     def _row(self, ranks: int) -> InterconnectRow:
-        """Return the row of ``ranks``, or the point on the line through the two rows next to it.
-
-        Through a single row it is the line by which half of its latency is of the ranks.
-        """
+        """Return the row of ``ranks``, or the point on the line through the two rows next to it; through a single row
+        it is the line by which half of its latency is of the ranks."""
         for row in self.rows:
             if row.ranks == ranks:
                 return row
@@ -194,10 +170,7 @@ class Interconnect(Record):
 
     def _between_groups(self, ranks: int, size: int) -> Link:
         """Return the link of all ranks: groups of ``size`` reduce and scatter a message, sum the slices between groups,
-        and gather them.
-
-        The first and the last step together take as long as the group's own all-reduce.
-        """
+        and gather them. The first and the last step together take as long as the group's own all-reduce."""
         if ranks % size:
             raise UserError(f"{ranks} ranks are no groups of {size}, which --outer-link joins")
         inner, outer = self.parts(ranks, size)
@@ -227,11 +200,8 @@ def ring_share(ranks: int) -> float:
 
 
 def read_interconnect(text: str, option: str = "--link") -> Interconnect:
-    """Read the value of ``option``, which is one of three. Raises UsageError or UserError for anything else.
-
-    ``ALPHA_US,BETA_GB_S`` is for any number of ranks. A name is one of ``known_interconnects``. A file has a ``link``;
-    it is of ``ladderize calibrate`` or written by hand.
-    """
+    """Return the link of an option's value: ALPHA_US,BETA_GB_S for any number of ranks, a name of
+    ``known_interconnects``, or a file with a ``link``. Raises UsageError or UserError for anything else."""
     interconnects = known_interconnects()
     if text in interconnects:
         if option == "--link" and interconnects[text].medium in BETWEEN_MACHINES:
