@@ -43,8 +43,6 @@ from ladderize.modeling import register as register
 from ladderize.plan.calibrate import CalibrationDocument as CalibrationDocument
 from ladderize.plan.calibrate import calibrate as calibrate
 from ladderize.plan.options import CalibrateOptions as CalibrateOptions
-from ladderize.plan.options import PlanGoal as PlanGoal
-from ladderize.plan.options import PlanModel as PlanModel
 from ladderize.plan.options import PlanOptions as PlanOptions
 from ladderize.plan.run import PlanResult as PlanResult
 from ladderize.plan.run import plan_layouts as plan_layouts

@@ -22,7 +22,7 @@ from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults
 from ladderize.layout import Layout
 from ladderize.plan.measure import LayoutMeasurer
-from ladderize.plan.options import PlanModel
+from ladderize.plan.options import PlanOptions
 from tests import warm
 from tests.helpers import SHAPE, fresh_rng, invoke, invoke_well, listing, one_sentence, record_bars, save_llama
 
@@ -179,7 +179,8 @@ def points(model, ids, tmp_path_factory):
 
 
 def aligned_measurer(model, points, folder):
-    return LayoutMeasurer(PlanModel(str(model)), read_sensitivity(points), kept_beside=folder / "plan.json")
+    options = PlanOptions(model=str(model), hardware="h100-sxm", tp_sizes=(4,))
+    return LayoutMeasurer(options, read_sensitivity(points), kept_beside=folder / "plan.json")
 
 
 def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monkeypatch):
