@@ -12,12 +12,17 @@ from ladderize import data
 from ladderize.checkpoint.opening import open_sound_checkpoint
 from ladderize.console import SILENT, Console
 from ladderize.errors import UsageError, UserError
-from ladderize.eval.answers import read_models
-from ladderize.eval.compare import compare_models
-from ladderize.eval.comparison import ComparisonDocument, Predictions
+from ladderize.eval.compare import compare_models, read_models
 from ladderize.eval.model import EvalModel, HFModel, OpenModel
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.results import EvalResults, ModelResult, Perplexity, perplexity_from_nlls
+from ladderize.eval.results import (
+    ComparisonDocument,
+    EvalResults,
+    ModelResult,
+    Perplexity,
+    Predictions,
+    perplexity_from_nlls,
+)
 from ladderize.eval.tasks import Output, open_tasks, run_tasks
 from ladderize.eval.text import ABOUT_NAME, KeptPredictions, ids_sha256, predictions_of, prepare_folder, read_about
 from ladderize.files.documents import write_json

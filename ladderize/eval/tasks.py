@@ -24,11 +24,10 @@ from ladderize.chat_template import chat_template_of
 from ladderize.choices import flag
 from ladderize.console import Console, strict_json
 from ladderize.errors import UserError
-from ladderize.eval.comparison import ComparisonDocument
 from ladderize.eval.harness import encode_joined, share_requests
 from ladderize.eval.model import EvalModel
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.results import EvalResults, ModelResult
+from ladderize.eval.results import ComparisonDocument, EvalResults, ModelResult
 from ladderize.eval.task_names import no_such_task
 from ladderize.files.documents import check_writable, read_own, write_json
 from ladderize.files.regular import inside, resolved
@@ -156,7 +155,7 @@ def run_tasks(model: EvalModel, asked: AskedTasks, output: "Output", ranks: Rank
 
     ranks: share out the questions.
     """
-    options, done, manager = output.options, output.models[model.name].tasks, asked.manager
+    options, done, manager = output.options, output.models[model.name].reported.results, asked.manager
 
     def is_done(name: str) -> bool:
         """Return whether the results have a task, or all tasks of a tag, which they do not name."""

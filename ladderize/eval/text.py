@@ -23,7 +23,8 @@ from torch import Tensor
 from ladderize.blocks import check_finite
 from ladderize.console import sentence
 from ladderize.errors import UserError
-from ladderize.eval.comparison import Predictions, bootstrapped
+from ladderize.eval.compare import bootstrapped
+from ladderize.eval.results import Predictions
 from ladderize.families.registry import decoder_of, find_family
 from ladderize.files.documents import check_writable, read_document
 from ladderize.files.records import Record
@@ -220,12 +221,12 @@ def predictions_of(scores: list[WindowScore], reference: str) -> Predictions:
     check_finite(tokens.sum(), "the divergence from the reference's predictions")
     sums = np.array([score.kl.sum(dtype=np.float64) for score in scores])
     counts = np.array([len(score.kl) for score in scores], dtype=float)
-    estimate = bootstrapped(lambda kl, count, axis=-1: kl.sum(axis) / count.sum(axis), sums, counts)
+    low, high, _ = bootstrapped(lambda kl, count, axis=-1: kl.sum(axis) / count.sum(axis), sums, counts)
     return Predictions(
         reference=reference,
         mean_kl=float(tokens.mean()),
-        low=estimate.low,
-        high=estimate.high,
+        low=low,
+        high=high,
         p99_kl=float(np.quantile(tokens, 0.99)),
         same_top_share=float(np.concatenate([score.same_top for score in scores]).mean()),
         tokens=len(tokens),

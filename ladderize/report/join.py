@@ -7,8 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from ladderize.errors import UserError
-from ladderize.eval.answers import read_models
-from ladderize.eval.compare import compare_models
+from ladderize.eval.compare import compare_models, read_models
 from ladderize.eval.options import MARGIN
 from ladderize.eval.results import EvalResults, EvaluatedModel
 from ladderize.eval.table import mean_accuracy, short_names
@@ -118,7 +117,7 @@ def _add_results(models: Models, found: Sequence[tuple[Path, EvalResults]]) -> d
             places[key] = (path, row.model)
             one = models.setdefault(key, ReportModel("", row.model, row))
             _check_layout(one, row, path)
-            one.accuracy, one.tasks = mean_accuracy(entry), entry.parts().leaves
+            one.accuracy, one.tasks = mean_accuracy(entry), entry.reported.leaves
             if row.perplexity is not None:
                 one.perplexity = row.perplexity.perplexity
     return places

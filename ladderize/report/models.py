@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ladderize.adapt.methods import ALIGN
-from ladderize.eval.comparison import ComparisonDocument, PooledComparison
-from ladderize.eval.results import EvaluatedModel
+from ladderize.eval.results import ComparisonDocument, EvaluatedModel, PooledComparison
 from ladderize.layout import DELAYED, DROPPED, OVERLAPPED
 from ladderize.runtime.bench.document import BenchRow
 from ladderize.sweep_document import AS_CONVERTED, SweepPoint
@@ -225,12 +224,6 @@ class ReportModel:
     def verdict(self) -> str:
         """The verdict of ``compare`` on the report's margin; empty where no tasks were compared."""
         return (self.overall and self.overall.verdict) or ""
-
-    @property
-    def samples_needed(self) -> int:
-        """The number of samples that would show the margin of an equally good model; 0: these were enough, or it is not
-        known."""
-        return (self.overall and self.overall.samples_needed) or 0
 
     def timing(self, setting: Setting) -> Timing | None:
         return next((timing for timing in self.timings if timing.setting == setting), None)
