@@ -132,7 +132,7 @@ def check_transformers_runs(model: str, config: Mapping[str, Any], folder: Path)
     """Raise UserError where the weights are quantised and transformers does not run them here."""
     quantised = quantisation_of(config, folder) if find_family(config) is not None else None
     if quantised is not None and (problem := quantised.problem_in_transformers) is not None:
-        raise UserError(f"{model}: {problem}; `ladderize eval --backend vllm` and `vllm serve` run them")
+        raise UserError(f"{model}: {problem}; `ladderize eval --engine vllm` and `vllm serve` run them")
 
 
 def load_tokenizer(

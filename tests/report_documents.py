@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.console import to_json
-from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import (
     ComparisonDocument,
     EvalResults,
@@ -85,7 +84,7 @@ def eval_document(
             "lm_eval_version": "0.4.13",
         }
         entries.append(ModelResult(_evaluated(model_path(name), layout), harness))
-    results = EvalResults(EvalOptions(tasks=TASKS, limit=500), entries)
+    results = EvalResults({"tasks": list(TASKS), "limit": 500}, entries)
     first = model_path(names[0])
     compared = [comparison(first, model_path(name), points[name], spread, margin) for name in names[1:]]
     return {**results.to_dict(), "comparisons": compared}

@@ -108,7 +108,6 @@ def test_an_interval_that_holds_the_margin_shows_nothing(tmp_path):
     text, best = answer_of(write_files(tmp_path, spread=2.0))
     assert best is None
     assert text.startswith("No layout is shown to be within 1 point of dense. The nearest to dense is")
-    assert "About 4,000 samples would show it" in text
     assert "no loss" not in text.lower()
 
 

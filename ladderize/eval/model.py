@@ -8,15 +8,17 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 import transformers
 
+from ladderize.console import sentence
 from ladderize.data import needs_tokenizer
 from ladderize.errors import LadderizeError, UserError
 from ladderize.eval.options import EvalOptions
+from ladderize.eval.predictions import KeptPredictions
 from ladderize.eval.results import EvaluatedModel
 from ladderize.eval.text import WindowScore, score_windows
 from ladderize.families.registry import find_family
@@ -33,49 +35,27 @@ OpenModel = Callable[[str, Path, EvalOptions], "EvalModel"]  # name as the user 
 class EvalModel(ABC):
     """One opened model. Its folder was checked before.
 
-    described: layout, size and numerics.
+    described: name, layout, size and numerics.
     vocab_size: ids are below it.
     positions: the longest window that the model reads.
     """
 
-    def __init__(
-        self,
-        name: str,
-        config: Mapping[str, Any],
-        tokenizer: "PreTrainedTokenizerBase | None",
-        *,
-        vocab_size: int,
-        positions: int,
-        **measured: Any,
-    ) -> None:
-        """Describe the model.
-
-        name: as the user gave it.
-        measured: more fields of ``EvaluatedModel``.
-        """
-        self.name, self.tokenizer, self.vocab_size, self.positions = name, tokenizer, vocab_size, positions
-        layout = Layout.from_config(dict(config))
-        self.described = EvaluatedModel(
-            model=name,
-            layout=str(layout),
-            **layout.to_config(),
-            torch_version=torch.__version__,
-            transformers_version=transformers.__version__,
-            **measured,
-        )
-
-    @property
-    def begins_with_bos(self) -> bool:
-        """True if its tokenizer puts a BOS token in front of texts."""
-        tokenizer = self.tokenizer
-        return tokenizer is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    described: EvaluatedModel
+    tokenizer: "PreTrainedTokenizerBase | None"
+    vocab_size: int
+    positions: int
 
     @abstractmethod
-    def score(self, windows: list[np.ndarray], *, advance: Callable[[int], None], **how: Any) -> list[WindowScore]:
-        """Score windows, on all ranks alike.
-
-        how: further arguments of ``score_windows``.
-        """
+    def score(
+        self,
+        windows: list[np.ndarray],
+        *,
+        batch_size: int,
+        advance: Callable[[int], None],
+        keep: KeptPredictions | None = None,
+        reference: KeptPredictions | None = None,
+    ) -> list[WindowScore]:
+        """Score windows, on all ranks alike; as ``score_windows``."""
 
     @abstractmethod
     def harness(self, options: EvalOptions) -> Any:
@@ -86,45 +66,81 @@ class EvalModel(ABC):
         """Release what the model holds. It cannot be used afterwards."""
 
 
-class HFModel(EvalModel):
-    """A loaded transformers model.
+def describe(
+    name: str,
+    config: Mapping[str, Any],
+    *,
+    parameters: int,
+    dtype: str,
+    device: str,
+    backend: Literal["hf", "vllm"] = "hf",
+    tp_size: int = 1,
+) -> EvaluatedModel:
+    """Return the description of a model; name: as the user gave it."""
+    layout = Layout.from_config(dict(config))
+    return EvaluatedModel(
+        model=name,
+        layout=str(layout),
+        **layout.to_config(),
+        parameters=parameters,
+        dtype=dtype.removeprefix("torch."),
+        device=device,
+        torch_version=torch.__version__,
+        transformers_version=transformers.__version__,
+        backend=backend,
+        tp_size=tp_size,
+    )
 
-    ranks: the processes that share windows and questions.
-    """
+
+class HFModel(EvalModel):
+    """A loaded transformers model; ranks: the processes that share windows and questions."""
 
     def __init__(self, name: str, folder: Path, options: EvalOptions, ranks: Ranks) -> None:
         """Load a checked model and, if the options need one, its tokenizer.
 
         Raises LadderizeError; errors of transformers become one sentence.
         """
-        tokenizer = None
+        self.tokenizer = None
         if options.tasks or (options.perplexity is not None and needs_tokenizer(options.perplexity)):
-            tokenizer = load_tokenizer(folder)
-        if options.tasks and tokenizer is None:
+            self.tokenizer = load_tokenizer(folder)
+        if options.tasks and self.tokenizer is None:
             raise UserError(f"{name} has no tokenizer that transformers can open, and lm-eval's tasks are text")
         try:
             model = load(folder, dtype=options.dtype, device=str(ranks.device))
         except LadderizeError:
             raise
         except Exception as error:  # whatever a config of another architecture makes transformers do
-            raise UserError(f"{name} cannot be loaded: {' '.join(str(error).split())[:400]}") from error
+            raise UserError(f"{name} cannot be loaded: {sentence(error)[:400]}") from error
         self.model, self.ranks = model, ranks
-        super().__init__(
+        self.vocab_size, self.positions = model.config.vocab_size, model.config.max_position_embeddings
+        self.described = describe(
             name,
             {"num_hidden_layers": model.config.num_hidden_layers, **model.config.to_dict()},  # GPT-2 says n_layer
-            tokenizer,
-            vocab_size=model.config.vocab_size,
-            positions=model.config.max_position_embeddings,
             parameters=model.num_parameters(),
-            dtype=str(model.dtype).removeprefix("torch."),
+            dtype=str(model.dtype),
             device=str(model.device),
         )
 
-    def score(self, windows: list[np.ndarray], *, advance: Callable[[int], None], **how: Any) -> list[WindowScore]:
+    def score(
+        self,
+        windows: list[np.ndarray],
+        *,
+        batch_size: int,
+        advance: Callable[[int], None],
+        keep: KeptPredictions | None = None,
+        reference: KeptPredictions | None = None,
+    ) -> list[WindowScore]:
         """Score windows. Each rank scores neighbouring ones, and all ranks return all scores."""
         rank, size = self.ranks.rank, self.ranks.size
-        chosen = range(rank * len(windows) // size, (rank + 1) * len(windows) // size)
-        scores = score_windows(self.model, windows, chosen=chosen, advance=lambda count: advance(count * size), **how)
+        scores = score_windows(
+            self.model,
+            windows,
+            batch_size=batch_size,
+            chosen=range(rank * len(windows) // size, (rank + 1) * len(windows) // size),
+            keep=keep,
+            reference=reference,
+            advance=lambda count: advance(count * size),
+        )
         return [*itertools.chain.from_iterable(self.ranks.gather(scores))]
 
     def harness(self, options: EvalOptions) -> Any:
@@ -137,8 +153,7 @@ class HFModel(EvalModel):
 
         from ladderize.eval.likelihoods import LikelihoodLM
 
-        is_known = find_family(self.model.config.to_dict()) is not None
-        backend = LikelihoodLM if is_known else HFLM
+        backend = HFLM if find_family(self.model.config.to_dict()) is None else LikelihoodLM
         return backend(
             pretrained=self.model, tokenizer=self.tokenizer, batch_size=options.batch_size, logits_cache=False
         )

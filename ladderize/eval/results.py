@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from ladderize.errors import UserError
-from ladderize.eval.options import EvalOptions
 from ladderize.files.records import Record, read_value
 
 OWN_KEY, SAMPLES_KEY = "ladderize", "samples"  # beside lm-eval's own keys in a model's entry
@@ -238,9 +237,10 @@ class ModelResult(Record):
 class EvalResults(Record):
     """The document results.json.
 
+    options: of EvalOptions, those that decide what is measured.
     comparisons: each later model against the first; none for a single model, or if the run was cut off.
     """
 
-    options: EvalOptions
+    options: Mapping[str, Any]
     models: list[ModelResult]
     comparisons: list[ComparisonDocument] = field(default_factory=list)

@@ -100,7 +100,11 @@ def _facts(found: FoundDocuments) -> Iterator[tuple[Path, dict[str, object]]]:
     for path, results in found.results:
         options, model = results.options, results.models[0].model
         versions = {"torch": model.torch_version, "transformers": model.transformers_version}
-        asked = {"tasks": [*options.tasks], "samples for each task": options.limit, "perplexity on": options.perplexity}
+        asked = {
+            "tasks": [*options.get("tasks", ())],
+            "samples for each task": options.get("limit"),
+            "perplexity on": options.get("perplexity"),
+        }
         yield path, {"device": model.device, "dtype": model.dtype, **versions, **asked}
     for path, document in found.benches:
         machine = {

@@ -1,4 +1,4 @@
-"""The model of ``ladderize eval --backend vllm``: lm-eval's own vLLM model, whose engine has our plugin."""
+"""The model of ``ladderize eval --engine vllm``: lm-eval's own vLLM model, whose engine has our plugin."""
 
 import math
 from collections.abc import Callable
@@ -11,8 +11,9 @@ from ladderize.checkpoint.config import most_positions, parameter_count, stored_
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.errors import UserError
-from ladderize.eval.model import EvalModel
+from ladderize.eval.model import EvalModel, describe
 from ladderize.eval.options import EvalOptions
+from ladderize.eval.predictions import KeptPredictions
 from ladderize.eval.text import WindowScore
 from ladderize.families.registry import find_family
 from ladderize.layout import Layout
@@ -45,7 +46,7 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
     if options.max_length is not None and options.max_length > positions:
         raise UserError(f"--max-length {options.max_length} is more than the {positions} positions of {name}")
     if load_tokenizer(folder) is None:
-        raise UserError(f"{name} has no tokenizer, which lm-eval's vLLM model needs; use --backend hf")
+        raise UserError(f"{name} has no tokenizer, which lm-eval's vLLM model needs; use --engine transformers")
     arguments = {
         "pretrained": str(folder),
         "tensor_parallel_size": options.tp_size,
@@ -76,28 +77,34 @@ class VLLMModel(EvalModel):
 
         served, config = engine.model.llm_engine.model_config, checkpoint.config
         stored = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
-        self.engine = engine
-        super().__init__(
+        self.engine, self.tokenizer = engine, engine.tokenizer
+        self.vocab_size, self.positions = served.get_vocab_size(), served.max_model_len - 1
+        self.described = describe(
             name,
             config,
-            engine.tokenizer,
-            vocab_size=served.get_vocab_size(),
-            positions=served.max_model_len - 1,
             parameters=parameter_count(config) if find_family(config) is not None else stored,
-            dtype=str(served.dtype).removeprefix("torch."),
+            dtype=str(served.dtype),
             device=current_platform.device_type,
             backend="vllm",
             tp_size=options.tp_size,
         )
 
-    def score(self, windows: list[np.ndarray], *, advance: Callable[[int], None], **how: Any) -> list[WindowScore]:
+    def score(
+        self,
+        windows: list[np.ndarray],
+        *,
+        batch_size: int,
+        advance: Callable[[int], None],
+        keep: KeptPredictions | None = None,
+        reference: KeptPredictions | None = None,
+    ) -> list[WindowScore]:
         scores: list[WindowScore] = []
         for first in range(0, len(windows), WINDOWS_AT_ONCE):
-            part = [window.tolist() for window in windows[first : first + WINDOWS_AT_ONCE]]
-            requests = [(None, ids[:1], ids[1:]) for ids in part]
+            batch = [window.tolist() for window in windows[first : first + WINDOWS_AT_ONCE]]
+            requests = [(None, ids[:1], ids[1:]) for ids in batch]
             totals = self.engine._loglikelihood_tokens(requests, disable_tqdm=True)
             scores += [WindowScore(-float(total)) for total, _ in totals]
-            advance(len(part))
+            advance(len(batch))
         return scores
 
     def harness(self, options: EvalOptions) -> Any:
