@@ -204,7 +204,7 @@ def test_a_continuation_is_scored_at_its_place_beside_any_other():
     """Also where its context is another request's context and the beginning of its continuation, of which lm-eval's
     logits_cache makes one: it reads the shorter one at the place of the longer."""
     options = asked([MODEL], "demo_copying", TASKS, dtype="float32")
-    lm = HFModel("demo", MODEL, options, Ranks(0, 1, torch.device("cpu"))).harness(options)
+    lm = HFModel("demo", MODEL, options, Ranks(0, 1, torch.device("cpu"))).harness()
     pairs = [("the cat sees", " a"), ("the cat", " sees a"), ("the", " cat sees the"), ("the cat sees", " the")]
     requests = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
     together = lm.loglikelihood(requests, disable_tqdm=True)

@@ -12,9 +12,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from ladderize import EvalOptions, UserError, convert_checkpoint, evaluate
 from ladderize.convert.recipe import Recipe
-from ladderize.eval import predictions, text
-from ladderize.eval.predictions import prepare_folder
+from ladderize.eval import text
 from ladderize.eval.results import EvaluatedModel
+from ladderize.eval.text import prepare_folder
 from ladderize.modeling import load
 from tests.helpers import SHAPE, fresh_rng, invoke_well, listing, refusal, save_llama
 
@@ -115,7 +115,7 @@ def test_only_predictions_are_removed_from_a_folder(tmp_path):
 
 def test_a_full_disk_leaves_nothing_that_is_valid(trio, tmp_path, monkeypatch):
     full = SafetensorError("I/O error: No space left on device (os error 28)")
-    monkeypatch.setattr(predictions, "save_file", mock.Mock(side_effect=full))
+    monkeypatch.setattr(text, "save_file", mock.Mock(side_effect=full))
     options = ("--perplexity", tmp_path / "ids.npy", "--seq-len", SEQ_LEN)
     message = refusal("eval", trio[0], *options, "--keep-predictions", tmp_path / "kept")
     assert "head.safetensors: the predictions cannot be kept (" in message

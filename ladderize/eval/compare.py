@@ -52,13 +52,9 @@ ADVICE = "evaluate both models alike, best in one `ladderize eval`"
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """A model's answer to one question.
+    """A model's answer to one question; values: by metric, None where it is no finite number."""
 
-    hashes: of the document, the target and the prompt.
-    values: metric -> its value; None where it is no finite number.
-    """
-
-    hashes: tuple[str, str, str]
+    hashes: tuple[str, str, str]  # of the document, the target and the prompt
     values: Mapping[str, float | None]
 
 
@@ -176,20 +172,13 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, margin: float
     mains: dict[str, Columns] = {}
     for task in tasks:
         check_same_questions(reference, other, task)
-        measured: list[tuple[TaskComparison, Columns]] = []
-        for name, filtered in metrics_of(reference, task):
-            ours, theirs = (values_of(model, task, name, filtered) for model in (reference, other))
-            if ours is None or theirs is None:
-                left_out.append(f"{task}: {metric_name(name, filtered)} is no mean of numbers over the questions")
-            else:
-                better = reference.harness.higher_is_better.get(task, {}).get(name)
-                docs = np.array(list(reference.answers[task][filtered]))
-                comparison = compare_metric(task, name, filtered, docs, (ours, theirs), better, margin)
-                measured.append((comparison, (ours, theirs)))
-        main = main_of([comparison for comparison, _ in measured])
-        for comparison, columns in measured:
-            compared.append(replace(comparison, main=comparison is main))
-            if comparison is main:
+        measured = compare_task(reference, other, task, margin, left_out)
+        # the metric that stands for its task: more of it is better, as tasks are pooled
+        fit = [metric for metric, _ in measured if metric.verdict is not None and metric.higher_is_better]
+        main = min(fit, key=lambda metric: (*MAIN_METRICS, metric.metric).index(metric.metric), default=None)
+        for metric, columns in measured:
+            compared.append(replace(metric, main=metric is main))
+            if metric is main:
                 mains[task] = columns
     perplexity = compare_perplexity(reference.model.perplexity, other.model.perplexity)
     if perplexity is None and reference.model.perplexity is not None and other.model.perplexity is not None:
@@ -221,10 +210,38 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, margin: float
 # ---- tasks ----
 
 
-def metrics_of(model: AnsweredModel, task: str) -> list[tuple[str, str]]:
-    """Return the metrics of a task's samples, each with lm-eval's filter."""
-    answers = [(name, answer) for name, answered in model.answers[task].items() for answer in answered.values()]
-    return [*dict.fromkeys((metric, name) for name, answer in answers for metric in answer.values)]
+def compare_task(
+    reference: AnsweredModel, other: AnsweredModel, task: str, margin: float, left_out: list[str]
+) -> "list[tuple[TaskComparison, Columns]]":
+    """Compare all metrics of a task; left_out: takes a sentence for each that cannot be compared."""
+    measured = []
+    for filtered, answers in reference.answers[task].items():
+        docs = np.array(list(answers))
+        for metric in dict.fromkeys(name for answer in answers.values() for name in answer.values):
+            ours, theirs = (values_of(model, task, metric, filtered) for model in (reference, other))
+            if ours is None or theirs is None:
+                left_out.append(f"{task}: {metric_name(metric, filtered)} is no mean of numbers over the questions")
+                continue
+            better = reference.harness.higher_is_better.get(task, {}).get(metric)
+            means = compare_means([(ours, theirs)], margin, better)
+            lost = gained = p = None
+            if means["verdict"] is not None and np.isin([ours, theirs], (0, 1)).all():
+                gains = theirs - ours if better else ours - theirs
+                lost, gained = docs[gains < 0].tolist(), docs[gains > 0].tolist()
+                p = mcnemar_p(len(lost), len(gained))
+            comparison = TaskComparison(
+                task=task,
+                metric=metric,
+                filter=filtered,
+                main=False,
+                higher_is_better=better if isinstance(better, bool) else None,
+                mcnemar_p=p,
+                right_to_wrong=lost,
+                wrong_to_right=gained,
+                **means,
+            )
+            measured.append((comparison, (ours, theirs)))
+    return measured
 
 
 def values_of(model: AnsweredModel, task: str, metric: str, filtered: str) -> "Floats | None":
@@ -237,41 +254,17 @@ def values_of(model: AnsweredModel, task: str, metric: str, filtered: str) -> "F
     return column if math.isclose(column.mean(), reported, rel_tol=CLOSE, abs_tol=CLOSE) else None
 
 
-def compare_metric(
-    task: str, metric: str, filtered: str, docs: np.ndarray, columns: "Columns", better: bool | None, margin: float
-) -> TaskComparison:
-    """Compare one metric of one task.
-
-    docs: the doc_id of each sample.
-    better: lm-eval's word whether more is better; else None.
-    """
-    better = better if isinstance(better, bool) else None
-    everything = np.concatenate(columns)
-    is_share = better is not None and bool(((everything >= 0) & (everything <= 1)).all())
-    comparison = TaskComparison(
-        task=task,
-        metric=metric,
-        filter=filtered,
-        main=False,
-        higher_is_better=better,
-        **compare_means([columns], margin, better if is_share else None),
-    )
-    if not is_share or not np.isin(everything, (0, 1)).all():
-        return comparison
-    gains = columns[1] - columns[0] if better else columns[0] - columns[1]
-    lost, gained = docs[gains < 0].tolist(), docs[gains > 0].tolist()
-    return replace(comparison, mcnemar_p=mcnemar_p(len(lost), len(gained)), right_to_wrong=lost, wrong_to_right=gained)
-
-
-def compare_means(columns: "Sequence[Columns]", margin: float, better: bool | None = True) -> dict[str, Any]:
+def compare_means(columns: "Sequence[Columns]", margin: float, better: Any = True) -> dict[str, Any]:
     """Compare the means over tasks of their means; return the fields of a ``MeanComparison``.
 
-    better: more is better; None where a margin in points has no meaning: not all values are between 0 and 1.
+    better: more is better, by lm-eval. There is a verdict where it knows that, and all values are between 0 and 1.
     """
     differences = [theirs - ours for ours, theirs in columns]
-    low, high, _ = estimate_mean(differences, bounded=better is not None)
+    everything = np.concatenate([values for pair in columns for values in pair])
+    is_share = isinstance(better, bool) and everything.min() >= 0 and everything.max() <= 1
+    low, high, _ = estimate_mean(differences, bounded=is_share)
     samples, verdict = sum(map(len, differences)), None
-    if better is not None and low is not None and high is not None:
+    if is_share and low is not None and high is not None:
         gains = (low, high) if better else (-high, -low)
         verdict = verdict_of(*gains, margin, samples)
     return {
@@ -283,13 +276,6 @@ def compare_means(columns: "Sequence[Columns]", margin: float, better: bool | No
         "high": high,
         "verdict": verdict,
     }
-
-
-def main_of(metrics: Sequence[TaskComparison]) -> TaskComparison | None:
-    """Return the metric that stands for its task; None where none does: more of it is better, as tasks are pooled."""
-    ranks = {metric: rank for rank, metric in enumerate(MAIN_METRICS)}
-    fit = [comparison for comparison in metrics if comparison.verdict and comparison.higher_is_better]
-    return min(fit, key=lambda comparison: ranks.get(comparison.metric, len(ranks)), default=None)
 
 
 def metric_name(metric: str, filter_name: str) -> str:
@@ -309,10 +295,7 @@ def pool(groups: Mapping[str, list[str]], mains: "Mapping[str, Columns]", margin
 def pooled_units(groups: Mapping[str, list[str]], tasks: list[str]) -> list[list[str]]:
     """Return the tasks in lists, each of which counts as one task: the tasks of an outermost group of lm-eval, or a
     single one."""
-    parents: dict[str, str] = {}
-    for group, children in groups.items():
-        for child in children:
-            parents.setdefault(child, group)
+    parents = {child: group for group, children in reversed([*groups.items()]) for child in children}
     units: dict[str, list[str]] = {}
     for task in tasks:
         name, passed = task, {task}

@@ -5,10 +5,9 @@ Where a launcher has started several processes, each has the whole transformers 
 
 import gc
 import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -18,9 +17,8 @@ from ladderize.console import sentence
 from ladderize.data import needs_tokenizer
 from ladderize.errors import LadderizeError, UserError
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.predictions import KeptPredictions
 from ladderize.eval.results import EvaluatedModel
-from ladderize.eval.text import WindowScore, score_windows
+from ladderize.eval.text import KeptPredictions, WindowScore, score_windows
 from ladderize.families.registry import find_family
 from ladderize.layout import Layout
 from ladderize.modeling import load, load_tokenizer
@@ -29,13 +27,13 @@ from ladderize.ranks.group import Ranks
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Advance = Callable[[int], None]
 OpenModel = Callable[[str, Path, EvalOptions], "EvalModel"]  # name as the user gave it, folder of the checked model
 
 
-class EvalModel(ABC):
+class EvalModel(Protocol):
     """One opened model. Its folder was checked before.
 
-    described: name, layout, size and numerics.
     vocab_size: ids are below it.
     positions: the longest window that the model reads.
     """
@@ -45,54 +43,23 @@ class EvalModel(ABC):
     vocab_size: int
     positions: int
 
-    @abstractmethod
     def score(
         self,
         windows: list[np.ndarray],
-        *,
-        batch_size: int,
-        advance: Callable[[int], None],
+        advance: Advance,
         keep: KeptPredictions | None = None,
         reference: KeptPredictions | None = None,
     ) -> list[WindowScore]:
-        """Score windows, on all ranks alike; as ``score_windows``."""
+        """Score windows as ``score_windows``, on all ranks alike."""
 
-    @abstractmethod
-    def harness(self, options: EvalOptions) -> Any:
+    def harness(self) -> Any:
         """Return an ``lm_eval.api.model.LM`` of this model."""
 
-    @abstractmethod
     def close(self) -> None:
         """Release what the model holds. It cannot be used afterwards."""
 
 
-def describe(
-    name: str,
-    config: Mapping[str, Any],
-    *,
-    parameters: int,
-    dtype: str,
-    device: str,
-    backend: Literal["hf", "vllm"] = "hf",
-    tp_size: int = 1,
-) -> EvaluatedModel:
-    """Return the description of a model; name: as the user gave it."""
-    layout = Layout.from_config(dict(config))
-    return EvaluatedModel(
-        model=name,
-        layout=str(layout),
-        **layout.to_config(),
-        parameters=parameters,
-        dtype=dtype.removeprefix("torch."),
-        device=device,
-        torch_version=torch.__version__,
-        transformers_version=transformers.__version__,
-        backend=backend,
-        tp_size=tp_size,
-    )
-
-
-class HFModel(EvalModel):
+class HFModel:
     """A loaded transformers model; ranks: the processes that share windows and questions."""
 
     def __init__(self, name: str, folder: Path, options: EvalOptions, ranks: Ranks) -> None:
@@ -111,22 +78,25 @@ class HFModel(EvalModel):
             raise
         except Exception as error:  # whatever a config of another architecture makes transformers do
             raise UserError(f"{name} cannot be loaded: {sentence(error)[:400]}") from error
-        self.model, self.ranks = model, ranks
+        self.model, self.batch_size, self.ranks = model, options.batch_size, ranks
         self.vocab_size, self.positions = model.config.vocab_size, model.config.max_position_embeddings
-        self.described = describe(
-            name,
-            {"num_hidden_layers": model.config.num_hidden_layers, **model.config.to_dict()},  # GPT-2 says n_layer
+        layers = model.config.num_hidden_layers  # GPT-2 says n_layer
+        layout = Layout.from_config({"num_hidden_layers": layers, **model.config.to_dict()})
+        self.described = EvaluatedModel(
+            model=name,
+            layout=str(layout),
+            **layout.to_config(),
             parameters=model.num_parameters(),
-            dtype=str(model.dtype),
+            dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
+            torch_version=torch.__version__,
+            transformers_version=transformers.__version__,
         )
 
     def score(
         self,
         windows: list[np.ndarray],
-        *,
-        batch_size: int,
-        advance: Callable[[int], None],
+        advance: Advance,
         keep: KeptPredictions | None = None,
         reference: KeptPredictions | None = None,
     ) -> list[WindowScore]:
@@ -135,7 +105,7 @@ class HFModel(EvalModel):
         scores = score_windows(
             self.model,
             windows,
-            batch_size=batch_size,
+            batch_size=self.batch_size,
             chosen=range(rank * len(windows) // size, (rank + 1) * len(windows) // size),
             keep=keep,
             reference=reference,
@@ -143,7 +113,7 @@ class HFModel(EvalModel):
         )
         return [*itertools.chain.from_iterable(self.ranks.gather(scores))]
 
-    def harness(self, options: EvalOptions) -> Any:
+    def harness(self) -> Any:
         """Return lm-eval's HF backend around the loaded model, for families that ladderize knows with faster scoring.
 
         Its logits_cache is off: with it lm-eval 0.4.13 scores a continuation of one token at a wrong position, where
@@ -154,9 +124,7 @@ class HFModel(EvalModel):
         from ladderize.eval.likelihoods import LikelihoodLM
 
         backend = HFLM if find_family(self.model.config.to_dict()) is None else LikelihoodLM
-        return backend(
-            pretrained=self.model, tokenizer=self.tokenizer, batch_size=options.batch_size, logits_cache=False
-        )
+        return backend(pretrained=self.model, tokenizer=self.tokenizer, batch_size=self.batch_size, logits_cache=False)
 
     def close(self) -> None:
         del self.model

@@ -153,7 +153,7 @@ def run_tasks(
     todo = [(number, task) for number, task in enumerate(asked.loaded, start=1) if not is_done(task)]
     if not todo:
         return
-    harness = model.harness(options)
+    harness = model.harness()
     if options.apply_chat_template:
         chat_template_of(harness.tokenizer, name)
     share_requests(harness, ranks)

@@ -1,20 +1,21 @@
 """The model of ``ladderize eval --engine vllm``: lm-eval's own vLLM model, whose engine has our plugin."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import transformers
 
 from ladderize.checkpoint.config import most_positions, parameter_count, stored_dtype
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.errors import UserError
-from ladderize.eval.model import EvalModel, describe
+from ladderize.eval.model import Advance
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.predictions import KeptPredictions
-from ladderize.eval.text import WindowScore
+from ladderize.eval.results import EvaluatedModel
+from ladderize.eval.text import KeptPredictions, WindowScore
 from ladderize.families.registry import find_family
 from ladderize.layout import Layout
 from ladderize.modeling import load_tokenizer
@@ -69,7 +70,7 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
     return VLLMModel(name, checkpoint, options, engine)
 
 
-class VLLMModel(EvalModel):
+class VLLMModel:
     """A model in vLLM's processes."""
 
     def __init__(self, name: str, checkpoint: Checkpoint, options: EvalOptions, engine: Any) -> None:
@@ -77,14 +78,18 @@ class VLLMModel(EvalModel):
 
         served, config = engine.model.llm_engine.model_config, checkpoint.config
         stored = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+        layout = Layout.from_config(config)
         self.engine, self.tokenizer = engine, engine.tokenizer
         self.vocab_size, self.positions = served.get_vocab_size(), served.max_model_len - 1
-        self.described = describe(
-            name,
-            config,
+        self.described = EvaluatedModel(
+            model=name,
+            layout=str(layout),
+            **layout.to_config(),
             parameters=parameter_count(config) if find_family(config) is not None else stored,
-            dtype=str(served.dtype),
+            dtype=str(served.dtype).removeprefix("torch."),
             device=current_platform.device_type,
+            torch_version=torch.__version__,
+            transformers_version=transformers.__version__,
             backend="vllm",
             tp_size=options.tp_size,
         )
@@ -92,9 +97,7 @@ class VLLMModel(EvalModel):
     def score(
         self,
         windows: list[np.ndarray],
-        *,
-        batch_size: int,
-        advance: Callable[[int], None],
+        advance: Advance,
         keep: KeptPredictions | None = None,
         reference: KeptPredictions | None = None,
     ) -> list[WindowScore]:
@@ -107,7 +110,7 @@ class VLLMModel(EvalModel):
             advance(len(batch))
         return scores
 
-    def harness(self, options: EvalOptions) -> Any:
+    def harness(self) -> Any:
         return self.engine
 
     def close(self) -> None:

@@ -41,13 +41,12 @@ def pair(tmp_path_factory):
     hf = HFModel("hf", folder, EvalOptions(**SHARED), Ranks(0, 1, torch.device("cpu")))
     options = EvalOptions(**SHARED, engine="vllm", tp_size=2)
     with contextlib.closing(open_vllm("vllm", folder, options, enforce_eager=True)) as model:
-        yield hf, model, options
+        yield hf, model
 
 
 def answers(pair, kind: str, arguments: list[tuple]) -> list[list]:
-    hf, model, options = pair
     asked = [Instance(kind, {}, given, number) for number, given in enumerate(arguments)]
-    return [getattr(one.harness(options), kind)(asked, disable_tqdm=True) for one in (hf, model)]
+    return [getattr(one.harness(), kind)(asked, disable_tqdm=True) for one in pair]
 
 
 def test_log_likelihoods(pair):
@@ -64,10 +63,10 @@ def test_log_likelihoods(pair):
 
 def test_windows_of_ids(pair):
     """Also one as long as the model's positions."""
-    hf, model, _ = pair
+    hf, model = pair
     assert model.positions == hf.positions == POSITIONS
     windows = [fresh_rng().integers(3, 768, length) for length in (2, 9, 40, POSITIONS)]
-    scores = [one.score(windows, batch_size=2, advance=lambda count: None) for one in (model, hf)]
+    scores = [one.score(windows, lambda count: None) for one in (model, hf)]
     ours, theirs = ([score.nll for score in each] for each in scores)
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
 
