@@ -24,22 +24,9 @@ from ladderize.errors import UsageError, UserError
 from ladderize.eval.compare import compare_models, read_models
 from ladderize.eval.model import EvalModel, HFModel, OpenModel
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.results import (
-    ComparisonDocument,
-    EvalResults,
-    EvaluatedModel,
-    ModelResult,
-    perplexity_from_nlls,
-)
+from ladderize.eval.results import ComparisonDocument, EvalResults, EvaluatedModel, ModelResult, perplexity_from_nlls
 from ladderize.eval.tasks import open_tasks, run_tasks
-from ladderize.eval.text import (
-    KeptPredictions,
-    PredictedText,
-    ids_sha256,
-    open_baseline,
-    predictions_of,
-    text_windows,
-)
+from ladderize.eval.text import KeptPredictions, PredictedText, ids_sha256, open_baseline, predictions_of, text_windows
 from ladderize.files.documents import check_writable, read_own, write_json
 from ladderize.files.regular import inside, resolved
 from ladderize.files.temporaries import replacement, temporary_folder
@@ -134,15 +121,15 @@ def score_text(
     name = model.described.model
     windows = text_windows(options, model.tokenizer, vocab_size=model.vocab_size, positions=model.positions)
     text = PredictedText(name, ids_sha256(windows), model.vocab_size)
-    is_first = baseline is not None and baseline.text is None
-    keep, reference = (baseline, None) if is_first else (None, baseline)
-    reason = reference.text.difference(text) if reference is not None and reference.text is not None else None
-    if reference is not None and reason is not None:
-        message = f"the predictions of {name} are not compared with those of the reference: {reason}"
+    before = baseline.text if baseline is not None else None
+    reason = before.difference(text) if before is not None else None
+    if before is not None and reason is not None:
+        message = f"the predictions of {name} are not compared with those of {before.model}: {reason}"
         if options.reference is not None:
             raise UserError(message)
         console.warn(message)
-        reference = None
+    keep = baseline if before is None else None
+    reference = baseline if before is not None and reason is None else None
     with console.progress("perplexity", len(windows)) as advance:
         scores = model.score(windows, advance, keep, reference)
     nlls = np.array([score.nll for score in scores])
@@ -152,11 +139,9 @@ def score_text(
         window_nll=nlls.tolist(),
         window_tokens=[len(window) - 1 for window in windows],
     )
-    predictions = None
     if keep is not None:
         keep.finish(text, ranks)
-    elif reference is not None and reference.text is not None:
-        predictions = predictions_of(scores, reference.text.model)
+    predictions = predictions_of(scores, before.model) if before is not None and reference is not None else None
     return replace(model.described, perplexity=perplexity, predictions=predictions)
 
 
@@ -215,7 +200,7 @@ class Output:
         models = {entry.model.model: entry for entry in results.models}
         missing = models.keys() - {*self.names}
         if missing:
-            raise UserError(f"{self.out} also has {', '.join(missing)}; name all its models, or another --out")
+            raise UserError(f"{self.out} also has {', '.join(sorted(missing))}; name all its models, or another --out")
         for name, entry in [*models.items()]:
             paths = [inside(self.out.parent, file) for file in entry.samples.values()]
             if not all(path is not None and path.is_file() for path in paths):
