@@ -219,10 +219,10 @@ def answered(model: Path) -> dict[str, float]:
     from ladderize import EvalOptions, evaluate
 
     tasks = str(ROOT / "ladderize" / "demo" / "tasks")
-    options = EvalOptions(TASKS, include_path=tasks, batch_size=64, dtype="float32")
-    (result,) = evaluate([model], options).models
+    options = EvalOptions(models=(str(model),), tasks=TASKS, include_path=tasks, batch_size=64, dtype="float32")
+    (result,) = evaluate(options).models
     scores = {}
-    for task, metrics in result.tasks.items():
+    for task, metrics in result.reported.results.items():
         (scores[task],) = (value for key, value in metrics.items() if key.startswith(("acc,", "exact_match,")))
     return scores
 

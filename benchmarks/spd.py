@@ -72,8 +72,12 @@ def table(args: argparse.Namespace) -> dict:
             layers = len(document.layers)
             seconds = time.perf_counter() - begin
             scores = evaluate(
-                [args.model, f"{folder}/out"],
-                EvalOptions(perplexity=args.heldout, seq_len=args.seq_len, batch_size=32),
+                EvalOptions(
+                    models=(args.model, f"{folder}/out"),
+                    perplexity=args.heldout,
+                    seq_len=args.seq_len,
+                    batch_size=32,
+                ),
                 console=Console(),
             )
             dense, distilled = (entry.model.perplexity for entry in scores.models)

@@ -93,7 +93,6 @@ def test_few_questions_show_nothing(tmp_path):
     text, best = answer_of(tmp_path / "sweep", margin=1.0)
     assert best is None
     assert text.startswith("No layout is shown to be within 1 point of dense.")
-    assert "samples would show it of a model that is as good as dense" in text
     assert answer_of(tmp_path / "sweep", margin=3.0)[1] == "ladder"
 
 
@@ -101,7 +100,6 @@ def test_an_interval_that_holds_the_margin_shows_nothing(tmp_path):
     text, best = answer_of(write_files(tmp_path, spread=2.0))
     assert best is None
     assert text.startswith("No layout is shown to be within 1 point of dense. The nearest to dense is")
-    assert "About 4,000 samples would show it" in text
     assert "no loss" not in text.lower()
 
 

@@ -43,8 +43,6 @@ def find_answer(content: ReportContent) -> Answer:
             headline += ", but no layout within that is shown to be faster in any setting that was timed."
     elif any(model.difference for model in others):
         headline = f"No layout is shown to be within {margin} of dense."
-        if samples := max(model.samples_needed for model in others):
-            sentences.append(f"About {samples:,} samples would show it of a model that is as good as dense.")
     else:
         headline = "The accuracy was not measured: `ladderize eval DENSE MODEL... --tasks A,B` does."
     if nearest is not None:

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from ladderize.errors import UserError
-from ladderize.eval.answers import read_models
-from ladderize.eval.compare import compare_models
-from ladderize.eval.comparison import ComparisonDocument
+from ladderize.eval.compare import compare_models, read_models
 from ladderize.eval.options import MARGIN
-from ladderize.eval.results import EvalResults, EvaluatedModel
+from ladderize.eval.results import ComparisonDocument, EvalResults, EvaluatedModel
 from ladderize.eval.table import mean_accuracy, short_names
 from ladderize.layout import Layout
 from ladderize.report.documents import FoundDocuments
@@ -111,7 +109,7 @@ def _add_results(models: Models, documents: FoundDocuments) -> Evaluated:
             evaluated[key] = (path, row.model)
             model = models.setdefault(key, ReportModel("", row.model, _layout_of(row)))
             _check_layout(model, _layout_of(row), path)
-            model.accuracy, model.tasks = mean_accuracy(entry), entry.parts().leaves
+            model.accuracy, model.tasks = mean_accuracy(entry), entry.reported.leaves
             if row.perplexity is not None:
                 model.perplexity = row.perplexity.perplexity
     return evaluated
@@ -145,7 +143,7 @@ def _add_comparison(model: ReportModel, reference: ReportModel, comparison: Comp
     model.comparison = comparison
     if (overall := comparison.overall) is not None:
         model.accuracy = overall.value  # over the tasks of the difference
-        model.verdict, model.samples_needed = overall.verdict or "", overall.samples_needed or 0
+        model.verdict = overall.verdict or ""
         share = WithInterval(overall.difference, overall.low, overall.high)
         model.difference = share.mapped(lambda value: 100 * value)
         reference.difference = WithInterval(0.0)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ladderize.adapt.methods import ALIGN
-from ladderize.eval.comparison import ComparisonDocument
+from ladderize.eval.results import ComparisonDocument
 from ladderize.layout import DELAYED, DROPPED, OVERLAPPED, Layout
 from ladderize.runtime.bench.document import END_TO_END, BenchRow
 from ladderize.sweep_document import AS_CONVERTED
@@ -103,7 +103,6 @@ class ReportModel:
     accuracy: the mean over tasks, 0 to 1. difference: of it, in points.
     perplexity_growth: the logarithm of its perplexity over dense's, in nats per token.
     divergence: the mean KL of predictions, in nats per token.
-    samples_needed: to show the margin of an equally good model; 0: these were enough, or it is not known.
     timed_as: the model whose times it has, where it was not timed itself.
     """
 
@@ -127,7 +126,6 @@ class ReportModel:
     divergence: WithInterval | None = None
     comparison: ComparisonDocument | None = None
     verdict: str = ""
-    samples_needed: int = 0
     timings: dict[Setting, Timing] = field(default_factory=dict)
     timed_as: "ReportModel | None" = None
 

@@ -81,7 +81,11 @@ def setup_facts(documents: FoundDocuments) -> list[tuple[str, dict[str, str]]]:
     for path, results in documents.of(EvalResults):
         options, model = results.options, results.models[0].model
         versions = {"torch": model.torch_version, "transformers": model.transformers_version}
-        asked = {"tasks": [*options.tasks], "samples for each task": options.limit, "perplexity on": options.perplexity}
+        asked = {
+            "tasks": [*options.get("tasks", ())],
+            "samples for each task": options.get("limit"),
+            "perplexity on": options.get("perplexity"),
+        }
         facts.append((path, {"device": model.device, "dtype": model.dtype, **versions, **asked}))
     for path, bench in documents.of(BenchDocument):
         machine = {name.replace("_", " "): fact for name, fact in vars(bench.environment).items() if name != "settings"}

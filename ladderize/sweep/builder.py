@@ -12,6 +12,7 @@ import torch
 from ladderize.adapt.data_files import HUB, data_files, split_weight
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
+from ladderize.choices import options_from
 from ladderize.console import SILENT
 from ladderize.data import file_sha256
 from ladderize.errors import UserError
@@ -33,7 +34,6 @@ from ladderize.sweep.stages import (
     Words,
     adapt_words,
     make_stage,
-    parsed_options,
     words_of,
 )
 from ladderize.sweep.sweep_file import LINK_KEYS, AdaptStage, BenchChoice, LayoutChoice, SweepSpec
@@ -219,7 +219,7 @@ class StageBuilder:
         options, has_text = self.spec.evaluation, "perplexity" in self.spec.evaluation
         model = made_by.model if made_by is not None else self.spec.model
         content = {key: self.inputs.data(options[key]) for key in ("perplexity", "include_path") if key in options}
-        evaluated = parsed_options(words_of("eval", ["MODEL"], {}, options)).fill(EvalOptions)
+        evaluated = options_from(EvalOptions, {"models": ["MODEL"], **options})
         packages = EVAL_PACKAGES if "tasks" in options else EVAL_PACKAGES[:3]
         identity = {
             "model": made_by.key if made_by is not None else [self.digest, model],  # the report joins by its name

@@ -15,7 +15,7 @@ from ladderize.commands.adapt import adapt_options
 from ladderize.commands.convert import ConvertOptions
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UsageError, UserError
-from ladderize.eval.options import MARGIN, EvalOptions, check_margin
+from ladderize.eval.options import MARGIN, EvalOptions, check_margin, check_task_names
 from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
 from ladderize.files.regular import names_a_file, resolved
@@ -136,7 +136,8 @@ def sweep_spec(document: object, where: str) -> SweepSpec:
     if "eval" in given:
         with errors_begin_with(at := f"{where}: eval"):
             evaluation = absolute(mapping(given["eval"], at))
-            parsed_options(words_of("eval", ["MODEL"], {}, evaluation)).fill(EvalOptions).check()
+            words_of("eval", ["MODEL"], {}, evaluation)
+            check_task_names(options_from(EvalOptions, {"models": ["MODEL"], **evaluation}))
     layouts = tuple(_layouts(_entries(given, "layouts", where), data))
     if not layouts:
         raise UserError(f"{where}: layouts is missing; write for example '- ladder: all'")
