@@ -1,13 +1,11 @@
-"""The options of ``ladderize eval``, ``compare`` and ``sensitivity``, with their defaults. Imports no torch."""
+"""The options of ``ladderize eval`` and ``compare``, with their defaults. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ladderize.choices import (
-    DEVICE,
     DTYPE,
-    MAX_SEED,
     REVISION,
     SEQ_LEN,
     TP_SIZE,
@@ -16,11 +14,9 @@ from ladderize.choices import (
     distinct_names,
     option,
 )
-from ladderize.convert.sensitivity_file import Mode
 from ladderize.errors import UsageError
 from ladderize.eval.task_names import check_task_names
 from ladderize.files.records import Record
-from ladderize.ranks.device import default_device
 
 MARGIN = 1.0  # points that may be lost
 EvalBackend = Literal["hf", "vllm"]  # what computes: transformers or vLLM
@@ -82,37 +78,3 @@ def check_margin(margin: float) -> None:
     """Raise UsageError for an impossible margin in points."""
     if not 0 < margin <= 100:
         raise UsageError(f"--margin must be above 0 and at most 100 points, not {margin:g}")
-
-
-@dataclass(frozen=True)
-class SensitivityOptions:
-    """The options of ``ladderize sensitivity``; see its --help. Raises UsageError for impossible values."""
-
-    data: str = option("Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array).", ..., metavar="FILE")
-    mode: Mode = option(
-        "layers: change each layer alone: to ladder and, with --sync-tp-size, to delayed, spd, and spd and ladder."
-        " sweep: drop one more attention sync point at a time, from the last layer backwards (the SPD paper's).",
-        "layers",
-    )
-    sync_tp_size: int | None = option(
-        "TP size to delay and drop sync points for (virtual ranks). Without it only ladder is measured.", min=1
-    )
-    samples: int = option("Windows to score, drawn from the data; all if there are fewer.", 128, min=2)
-    seq_len: int | None = option(SEQ_LEN)
-    seed: int = option("Seed of the windows that are drawn.", 0, min=0, max=MAX_SEED)
-    dtype: Dtype = option(DTYPE, "auto")
-    device: str = option(DEVICE, default_device)
-    revision: str | None = option(REVISION)
-    align: bool = option(
-        "Measure each changed model as `adapt --method align` leaves it, on further windows of the data. Much more"
-        " work.",
-        False,
-    )
-    align_samples: int | None = option(
-        "Windows to align on.", min=1, shown="16,384 tokens, or four for each input of an MLP", needs="align"
-    )
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        if self.mode == "sweep" and self.sync_tp_size is None:
-            raise UsageError("--mode sweep needs --sync-tp-size N")
