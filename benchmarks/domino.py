@@ -29,9 +29,10 @@ from ladderize.console import Console
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import BenchDocument, BenchRow, timed_figures
+from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.inference import bench
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.rounds import timed_figures
 from ladderize.runtime.bench.training import step_opener
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.choose import choose

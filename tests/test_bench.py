@@ -15,9 +15,8 @@ from ladderize.errors import UserError
 from ladderize.runtime import launch as distributed
 from ladderize.runtime import model as runtime_model
 from ladderize.runtime import spec
-from ladderize.runtime.bench import inference, reference_check
+from ladderize.runtime.bench import inference, reference_check, rounds
 from ladderize.runtime.bench import plan as bench_plan
-from ladderize.runtime.bench import run as bench_run
 from ladderize.runtime.bench.document import BenchDocument, environment
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives, Handle
@@ -291,7 +290,7 @@ def test_results_are_written_before_traces_are_made(tmp_path, shape, monkeypatch
         raise UserError("the disk is full")
 
     seen = []
-    monkeypatch.setattr(bench_run, "trace", broken)
+    monkeypatch.setattr(rounds, "traced_events", broken)
     outputs = ("--out", tmp_path / "bench.json", "--profile", tmp_path / "traces")
     text = f"{EMULATED} --layout dense,ladder --batch-size 1,2"
     outcome = bench("--random-weights", shape, *outputs, text=text, code=1)

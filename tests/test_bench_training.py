@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from ladderize.checkpoint.config import expected_tensors
-from ladderize.runtime.bench import run as bench_run
-from ladderize.runtime.bench import training
+from ladderize.runtime.bench import rounds, training
 from ladderize.runtime.bench.document import BenchDocument, Overlap
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
 from ladderize.runtime.bench.plan import needed_bytes, plan_bench
@@ -146,8 +145,7 @@ def test_a_message_that_is_left_out(shape, monkeypatch, model, kind, number):
 
 def test_no_overlap_in_the_trace_is_an_error(shape, tmp_path, monkeypatch):
     """Of a forward pass only where the layout or the schedule promises some; backward always."""
-    flat = {name: Overlap(9.0, 0.0) for name in ("forward", "backward")}
-    monkeypatch.setattr(bench_run, "trace", lambda *arguments: flat)
+    monkeypatch.setattr(rounds, "overlap_of", lambda flights: Overlap(9.0, 0.0))
     more = ["--layout", "dense,ladder", "--profile", tmp_path / "t"]
     outcome = invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, *more)
     assert outcome.code == 1

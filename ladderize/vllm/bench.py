@@ -56,7 +56,7 @@ def bench_vllm(
     with temporary_folder("vllm") as work:
         plan = VllmPlan(served_models(specs, options, work, emulated=emulated), options, os.getpid())
         try:
-            return run_and_show(measure_vllm, plan, options.device, out, console)
+            return run_and_show(measure_vllm, plan, out, console)
         finally:  # also where a launcher started the ranks: vLLM's, whose names bench_engine.py gives
             remove_segments(os.getpid())
 
@@ -69,9 +69,9 @@ def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> BenchDocumen
     if problem := newer_problem():
         raise UserError(problem)
     try:
-        from ladderize.vllm.bench_engine import VllmRun
+        from ladderize.vllm.bench_engine import measure_engines
 
-        return VllmRun(ranks, plan, console).measure()
+        return measure_engines(ranks, plan, console)
     except Exception as error:
         if refusal := configuration_refusal(error):
             raise UserError(refusal) from None

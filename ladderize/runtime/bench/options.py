@@ -152,9 +152,19 @@ class BenchOptions(Record):
         return [Schedule("domino") if name == "domino" else SEQUENTIAL for name in self.schedules]
 
     @property
-    def decode_steps(self) -> int:
-        """The number of tokens after the first, which belongs to the prefill."""
-        return self.output_len - 1
+    def passes(self) -> dict[str, int]:
+        """The phases that are timed, and the number of passes of each in the total."""
+        return {"forward": 1, "backward": 1} if self.train else {"prefill": 1, "decode": self.output_len - 1}
+
+    @property
+    def steps(self) -> int:
+        """The passes of the last phase. The first token after a prompt belongs to the prefill."""
+        return 1 if self.train else self.output_len - 1
+
+    @property
+    def total(self) -> str:
+        """The name of all phases together."""
+        return "step" if self.train else "end_to_end"
 
     @property
     def columns(self) -> int:
