@@ -25,7 +25,7 @@ from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
-from ladderize.files.work import RUN, run_digest, work_folder
+from ladderize.files.unfinished import RUN_SHA256, run_digest, work_folder
 from ladderize.layout import format_ranges
 
 
@@ -165,7 +165,7 @@ def write_outcome(
         criterion=criterion,
         base=adapter_base(task.checkpoint, task.model) if task.is_lora else None,
     )
-    weights, content = work.weights(chosen), {**adaptation.to_dict(), RUN: result_digest(task, identity)}
+    weights, content = work.weights(chosen), {**adaptation.to_dict(), RUN_SHA256: result_digest(task, identity)}
     files = {ADAPTATION: to_json(content) + "\n", METRICS: work.metrics.read_text()}
     if adaptation.base is not None:
         write_adapter(Path(job.out), task.lora, load_file(weights), adaptation.base, files, overwrite=job.overwrite)

@@ -21,7 +21,7 @@ from ladderize.adapt.lora import ADAPTATION
 from ladderize.adapt.train.loop import Loop
 from ladderize.adapt.train.options import RetrainOptions, TrainOptions
 from ladderize.adapt.train.outcome import Adaptation, check_out, chosen_step, result_digest, write_outcome
-from ladderize.adapt.train.states import TrainingFolder, latest_step
+from ladderize.adapt.train.states import STATE, STEP, TRAINING_COMMAND, TrainingFolder, latest_step
 from ladderize.adapt.train.student import make_student, make_teacher, open_model
 from ladderize.adapt.train.task import Launch, RetrainJob, Task, open_task, run_identity, sharding_asked
 from ladderize.adapt.train.teacher_cache import with_answers
@@ -34,7 +34,7 @@ from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.documents import read_own
 from ladderize.files.regular import resolved
-from ladderize.files.work import ABOUT, RUN, is_written_by, work_folder
+from ladderize.files.unfinished import RUN_FILE, RUN_SHA256, is_written_by, tidy, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.memory import release
 from ladderize.modeling import load_tokenizer
@@ -114,11 +114,11 @@ def start_aligned(job: RetrainJob, console: Console) -> RetrainJob:
     if history or Layout.from_config(checkpoint.config).is_dense:
         what = f"was retrained already ({history[-1].method})" if history else "is dense"
         raise UserError(f"{model} {what}; --align aligns converted weights that were not trained yet; leave it out")
-    if job.overwrite or RUN not in read_own(out / ADAPTATION):
+    if job.overwrite or RUN_SHA256 not in read_own(out / ADAPTATION):
         check_out(job, [checkpoint, open_checkpoint(options.distill_from)])
     folder = work_folder(job.out)
     # a training that was begun belongs to the aligned checkpoint that is there
-    begun = read_own(folder / ABOUT).get("command") == TrainingFolder.COMMAND and latest_step(folder) is not None
+    begun = read_own(folder / RUN_FILE).get("command") == TRAINING_COMMAND and latest_step(folder) is not None
     ranks = join_ranks(options.device)
     if ranks.broadcast(begun and read_own(beside / ALIGNMENT).get("model") == model):
         console.note(f"going on from {beside}, which an earlier run has aligned")
@@ -226,7 +226,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
     if ranks.broadcast(is_done):
         if not is_done:
             return None
-        TrainingFolder.tidy(folder, identity, resolved(job.out), console)
+        tidy(folder, TRAINING_COMMAND, identity, resolved(job.out), console)
         return Adaptation.from_dict(earlier, ADAPTATION)
     check_out(job, task.sources)
     with console.stage("reading the data"), ranks.main_first():
@@ -246,7 +246,9 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
             f" {options.batch_size}; give more data or lower --batch-size"
         )
     with ranks.main_first():
-        work = TrainingFolder(folder, identity, main=ranks.is_main, console=console)
+        work = TrainingFolder(
+            folder, TRAINING_COMMAND, identity, pieces=f"{STEP}/{STATE}", main=ranks.is_main, console=console
+        )
     if not folder.is_dir():
         raise UserError(f"{folder} is visible to the main process only; name an OUT that all machines can see")
     with work:
@@ -268,7 +270,6 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, job: RetrainJob, c
         document = None
         if ranks.is_main:
             document = write_outcome(task, job, progress, work, chosen, counts, identity, console)
-            work.remove()
         for tracker in accelerator.trackers:  # ``end_training`` would end the process group too, which is not ours
             tracker.finish()
     return document

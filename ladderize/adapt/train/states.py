@@ -22,8 +22,9 @@ from ladderize.errors import UserError
 from ladderize.files.documents import read_json
 from ladderize.files.records import Record
 from ladderize.files.temporaries import fsync, fsync_tree
-from ladderize.files.work import WorkFolder
+from ladderize.files.unfinished import Unfinished
 
+TRAINING_COMMAND = "adapt --method full or lora"
 STATE, STATES_KEPT = "state.json", 2
 STATE_BYTES, WEIGHT_BYTES = 12, 4  # per trained number: a state (weights and two moments), and weights alone
 DIGITS = 8 * "[0-9]"
@@ -83,14 +84,10 @@ class Progress(Record):
     metrics_bytes: int = 0
 
 
-class TrainingFolder(WorkFolder):
-    """The work folder of a training: states named by their step, weights, and metrics.jsonl."""
+class TrainingFolder(Unfinished):
+    """An unfinished training: states named by their step, weights, and metrics.jsonl."""
 
-    COMMAND = "adapt --method full or lora"
     at: int | None = None  # the step of the state that this process wrote or read last
-
-    def has_work(self) -> bool:
-        return self.latest() is not None
 
     @property
     def metrics(self) -> Path:
