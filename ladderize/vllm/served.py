@@ -7,7 +7,7 @@ from typing import Any
 
 from ladderize.families.registry import known_family
 from ladderize.layout import CONFIG_KEYS, Layout
-from ladderize.runtime.bench.options import PLUGIN, BenchOptions
+from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.plan import check_dense
 from ladderize.runtime.spec import ModelSpec
 from ladderize.vllm.environment import architecture, stock
@@ -51,9 +51,9 @@ def served_models(specs: list[ModelSpec], options: BenchOptions, work: Path, *, 
     for number, spec in enumerate(specs):
         is_plugin = emulated or not spec.layout.is_dense
         rows.append(_served(spec.name, spec, work / str(number), plugin=is_plugin))
-    if PLUGIN in options.baselines:
-        check_dense(PLUGIN, specs[0])
-        baseline = _served("plugin's dense", specs[0], work / PLUGIN, plugin=True)
+    if "plugin" in options.baselines:
+        check_dense("plugin", specs[0])
+        baseline = _served("plugin's dense", specs[0], work / "plugin", plugin=True)
         rows.insert(1, replace(baseline, is_baseline=True))
     return rows
 

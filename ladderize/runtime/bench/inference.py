@@ -7,18 +7,19 @@ sends short ones, whose latency counts.
 
 from collections.abc import Generator as Walk
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ladderize.console import SILENT, Console
-from ladderize.ranks.device import check_device
+from ladderize.errors import UsageError
+from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, BenchDocument, environment
 from ladderize.runtime.bench.messages import expected_messages, record_messages, sent_sums
-from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.plan import BenchPlan, check_bench_memory, plan_bench
 from ladderize.runtime.bench.reference_check import check_models
 from ladderize.runtime.bench.report import run_and_show
@@ -37,24 +38,18 @@ from ladderize.runtime.spec import ModelSpec, WeightCache, choose_operations, op
 from ladderize.runtime.step import Step
 
 
-def bench(
-    choice: ModelChoice,
-    options: BenchOptions,
-    link: str | None = None,
-    *,
-    out: Path | None = None,
-    console: Console = SILENT,
-) -> BenchDocument:
-    """Check the chosen models, time them against each other, and return the result; a console that speaks shows it.
+def bench(options: BenchOptions, *, console: Console = SILENT) -> BenchDocument:
+    """Check the models, time them against each other on the runtime, and return the result; a console that speaks shows
+    it.
 
     Raises UsageError or UserError if something cannot be measured, a model fails its check, or a trace disproves an
-    overlap. What was measured by then is kept in ``out`` and shown.
-
-    link: of the ranks that ``options.emulate_tp`` emulates, as ``--link`` takes it.
-    out: a JSON file, written after each batch size, and before traces are made.
+    overlap. What was measured by then is kept in ``options.out`` and shown.
     """
-    check_device(options.device)
-    return run_and_show(measure_models, plan_bench(choice, options, link), out, console)
+    if options.engine == "vllm":
+        raise UsageError("vLLM is timed by ladderize.vllm.bench.bench_vllm")
+    options = replace(options, device=options.device or default_device())
+    check_device(str(options.device))
+    return run_and_show(measure_models, plan_bench(options), console)
 
 
 def measure_models(group: Ranks, plan: BenchPlan, console: Console) -> BenchDocument:

@@ -82,9 +82,12 @@ def checked_specs(specs: list[ModelSpec], options: BenchOptions) -> list[ModelSp
 
 def longest_checked(specs: list[ModelSpec], prompt_len: int) -> int:
     """Return the number of elements of the check's longest message: hidden states of the texts, or logits."""
-    longer, _, steps = text_lengths(max(spec.positions for spec in specs), prompt_len)
-    hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
-    return TEXTS * max(hidden * (longer + steps), vocab * PIECE)
+    longest = 0
+    for spec in specs:
+        longer, _, steps = text_lengths(spec.positions, prompt_len)
+        states, logits = spec.config["hidden_size"] * (longer + steps), spec.config["vocab_size"] * PIECE
+        longest = max(longest, TEXTS * states, TEXTS * logits)
+    return longest
 
 
 def compute_reference(spec: ModelSpec, device: torch.device, prompt_len: int) -> Reference:

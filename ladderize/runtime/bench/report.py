@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from ladderize.console import Console, human_bytes
 from ladderize.errors import UserError
 from ladderize.files.documents import check_writable, write_json
+from ladderize.ranks.device import default_device
 from ladderize.ranks.environment import already_started, is_main_rank
 from ladderize.runtime.bench.document import (
     LEAST_ROUNDS,
@@ -15,17 +16,18 @@ from ladderize.runtime.bench.document import (
     PhaseCommunication,
     few_rounds,
 )
+from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.launch import run
 
 
-def run_and_show(measure: Callable[..., BenchDocument], plan: Any, out: Path | None, console: Console) -> BenchDocument:
+def run_and_show(measure: Callable[..., BenchDocument], plan: Any, console: Console) -> BenchDocument:
     """Call ``measure(ranks, plan, console)`` on every rank and return its document.
 
-    Each document that rank 0 reports is written to ``out`` at once. The last one is shown at the end, also after an
+    Each document that rank 0 reports is written to --out at once. The last one is shown at the end, also after an
     error. Raises UserError for a model or schedule that failed its check, and for an overlap that a trace disproves.
     """
-    if out is not None:
-        check_writable(out)
+    options: BenchOptions = plan.options
+    out = options.out
     newest: list[BenchDocument] = []
 
     def keep(document: BenchDocument) -> None:
@@ -33,12 +35,19 @@ def run_and_show(measure: Callable[..., BenchDocument], plan: Any, out: Path | N
         if out is not None:
             write_json(out, document.to_dict())
 
-    options = plan.options
+    if out is not None:
+        check_writable(out, inputs=[options.random_weights, options.link])
     if options.tp_size > 1 and not already_started():
         console.note(f"starting {options.tp_size} ranks")
     try:
         document: BenchDocument = run(
-            measure, plan, console, tp_size=options.tp_size, device=options.device, threads=options.threads, report=keep
+            measure,
+            plan,
+            console,
+            tp_size=options.tp_size,
+            device=options.device or default_device(),
+            threads=options.threads,
+            report=keep,
         )
         if is_main_rank():
             keep(document)

@@ -36,7 +36,7 @@ from ladderize.runtime.bench.document import (
 from ladderize.runtime.bench.messages import Sender, recorded
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.trace import cpu_flights, flights_of, gpu_flights, overlap_of, traced_events
-from ladderize.runtime.collectives.base import Collectives, NoCommunication
+from ladderize.runtime.collectives.base import NoCommunication
 from ladderize.runtime.collectives.observed import Message
 from ladderize.runtime.graphs import capture
 from ladderize.runtime.schedule import ScheduleName
@@ -50,7 +50,7 @@ MIN_OVERLAP = 0.01  # of the time in flight: less under compute than this is non
 DRAWN_ROUNDS = 2000
 
 Run = Callable[[int], Iterator[None]]
-Seconds = Mapping[str, Sequence[float]]  # of each counted round, by phase
+Samples = dict[str, list[float]]  # ms of one pass in every counted round, by phase
 
 
 @dataclass
@@ -60,7 +60,6 @@ class Variant:
     run: runs it once, with so many passes of its last phase. It yields when it is ready, and when the work of each
     phase is done. All ranks call it.
     silent: the same without communication; the difference in time is what ``run`` waits for. None in vLLM.
-    seconds, silent_seconds: of one pass in every counted round, by phase.
     messages: the messages of each phase; empty in vLLM, whose are not seen.
     has_silent_row: its times without communication are the row of the no-comm baseline.
     """
@@ -75,17 +74,17 @@ class Variant:
     messages: dict[str, list[Message]] = field(default_factory=dict)
     has_silent_row: bool = False
     architecture: str | None = None
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    silent_seconds: dict[str, list[float]] = field(default_factory=dict)
+    samples: Samples = field(default_factory=dict)
+    silent_samples: Samples = field(default_factory=dict)
     overlap: dict[str, Overlap] | None = None
+
+
+Alone = Callable[[Message, Variant], float]  # the ms of a message with nothing beside it
 
 
 def variant_name(model: str, schedule: str, options: BenchOptions) -> str:
     """Return the name of the row of a model by a schedule: the model's own by the first schedule that is timed."""
     return model if schedule == options.schedules[0] else f"{model} by the schedule {schedule}"
-
-
-Alone = Callable[[Message, Variant], float]  # the ms of a message with nothing beside it
 
 
 def measure(
@@ -118,11 +117,11 @@ def time_models(
     variants = open_variants(batch)
     if not variants:
         return
-    timed: list[tuple[Run, dict[str, list[float]]]] = []
+    timed: list[tuple[Run, Samples]] = []
     for variant in variants:
-        timed.append((variant.run, variant.seconds))
+        timed.append((variant.run, variant.samples))
         if variant.silent is not None:
-            timed.append((variant.silent, variant.silent_seconds))
+            timed.append((variant.silent, variant.silent_samples))
     shuffle = random.Random(options.seed)  # the same on every rank
     # nothing moves on the terminal while a sample is taken: the bar is drawn between rounds
     with console.progress(f"timing, batch {batch}", options.warmup + options.repeat) as advance:
@@ -131,21 +130,21 @@ def time_models(
             warming = f"warm-up {number} of {options.warmup}"
             advance(0, f"round {counted} of {options.repeat}" if counted > 0 else warming)
             shuffle.shuffle(timed)
-            for run, rounds in timed:
+            for run, samples in timed:
                 group.barrier()
-                running = run(options.steps)
+                running = run(options.passes.get("decode", 1))
                 next(running)
                 synchronize(group.device)
-                sample, begin = [], time.perf_counter()
+                times, begin = [], time.perf_counter()
                 for passes in options.passes.values():
                     next(running)
-                    sample.append((time.perf_counter() - begin) / passes)
+                    times.append(1e3 * (time.perf_counter() - begin) / passes)
                     begin = time.perf_counter()
                 next(running, None)
                 if counted > 0:
-                    slowest = np.max(group.gather(sample), axis=0)  # the group is done when its last rank is
-                    for phase, seconds in zip(options.passes, slowest.tolist(), strict=True):
-                        rounds.setdefault(phase, []).append(seconds)
+                    slowest = np.max(group.gather(times), axis=0)  # the group is done when its last rank is
+                    for phase, milliseconds in zip(options.passes, slowest.tolist(), strict=True):
+                        samples.setdefault(phase, []).append(milliseconds)
             advance(1)
     with console.stage("timing messages alone, making rows"):
         document.rows[:] = [*earlier, *rows_of(document, variants, batch, alone)]
@@ -176,21 +175,21 @@ def rows_of(document: BenchDocument, variants: Sequence[Variant], batch: int, al
     for variant in variants:
         shown.append(variant)
         if variant.has_silent_row:
-            silent = replace(variant, name=NO_COMM, kind=BASELINE_ROW, silent=None, overlap=None)
-            silent.seconds = variant.silent_seconds
-            shown.append(silent)
-    tokens, timed = (batch * options.prompt_len, "step") if options.train else (batch, "decode")
+            shown.append(replace(variant, name=NO_COMM, kind=BASELINE_ROW, silent=None, overlap=None))
+            shown[-1].samples = variant.silent_samples
+    total, counted, tokens = "end_to_end", "decode", batch
+    if options.train:
+        total, counted, tokens = "step", "step", batch * options.prompt_len
     for variant in shown:
         layout, folder = variant.spec.layout, variant.spec.folder
-        figures = timed_figures(variant.seconds, variants[0].seconds, options.passes, options.total)
+        figures = timed_figures(variant.samples, variants[0].samples, options.passes, total)
         communication, bound_share = None, None
         if variant.silent is not None:
             communication = {phase: waited(variant, phase, alone) for phase in options.passes}
         if options.train:
             # a model's fastest step without communication, whatever the schedule
-            rivals = [rival.silent_seconds.values() for rival in variants if rival.spec is variant.spec]
-            bound = min(sum(map(statistics.median, phases)) for phases in rivals)
-            bound_share = 1e3 * bound / figures["ms"][options.total]
+            rivals = [rival.silent_samples.values() for rival in variants if rival.spec is variant.spec]
+            bound_share = min(sum(map(statistics.median, phases)) for phases in rivals) / figures["ms"][total]
         yield BenchRow(
             model=variant.name,
             kind=variant.kind,
@@ -203,10 +202,10 @@ def rows_of(document: BenchDocument, variants: Sequence[Variant], batch: int, al
             dtype=variant.spec.dtype,
             tp_size=options.ranks,
             batch_size=batch,
-            tokens_per_s=1e3 * tokens / figures["ms"][timed],
-            samples_ms=in_ms(variant.seconds),
+            tokens_per_s=1e3 * tokens / figures["ms"][counted],
+            samples_ms=variant.samples,
             communication=communication,
-            no_communication_samples_ms=None if variant.silent is None else in_ms(variant.silent_seconds),
+            no_communication_samples_ms=None if variant.silent is None else variant.silent_samples,
             overlap=variant.overlap,
             bound_share=bound_share,
             architecture=variant.architecture,
@@ -214,36 +213,31 @@ def rows_of(document: BenchDocument, variants: Sequence[Variant], batch: int, al
         )
 
 
-def in_ms(rounds: Seconds) -> dict[str, list[float]]:
-    return {phase: [1e3 * each for each in seconds] for phase, seconds in rounds.items()}
-
-
-def timed_figures(rounds: Seconds, first: Seconds, passes: Mapping[str, int], total: str) -> dict[str, Any]:
+def timed_figures(samples: Samples, first: Samples, passes: Mapping[str, int], total: str) -> dict[str, Any]:
     """Return the times of each phase and of the total, and their speed-ups over ``first``, as fields of a row.
 
     passes: the number of passes of each phase that the total has.
-    total: its name.
     """
 
-    def by_name(seconds: Seconds) -> dict[str, Any]:
-        medians = {phase: _medians(seconds[phase]) for phase in passes}
+    def by_name(rounds: Samples) -> dict[str, Any]:
+        medians = {phase: _medians(rounds[phase]) for phase in passes}
         return medians | {total: sum(count * medians[phase] for phase, count in passes.items())}
 
-    reference, times = by_name(first), by_name(rounds)
+    times, reference = by_name(samples), by_name(first)
     ratios = {name: reference[name] / times[name] for name in times}
     return {
-        "ms": {name: 1e3 * float(values[0]) for name, values in times.items()},
+        "ms": {name: float(values[0]) for name, values in times.items()},
         "speedup": {name: float(values[0]) for name, values in ratios.items()},
         "speedup_interval": {name: _interval(values) for name, values in ratios.items()},
     }
 
 
-def _medians(seconds: Sequence[float]) -> Any:
+def _medians(rounds: Sequence[float]) -> Any:
     """Return the median of the rounds, and after it that of each resample of them."""
-    values = np.asarray(seconds, dtype=float)
+    values = np.asarray(rounds, dtype=float)
     # A fixed seed, so that the same samples give the same interval, and all series the same rounds: they stay paired.
-    rounds = np.random.default_rng(0).integers(0, len(values), (DRAWN_ROUNDS, len(values)))
-    return np.concatenate([[np.median(values)], np.median(values[rounds], axis=-1)])
+    drawn = np.random.default_rng(0).integers(0, len(values), (DRAWN_ROUNDS, len(values)))
+    return np.concatenate([[np.median(values)], np.median(values[drawn], axis=-1)])
 
 
 def _interval(values: Any) -> list[float]:
@@ -254,7 +248,7 @@ def _interval(values: Any) -> list[float]:
 
 def waited(variant: Variant, phase: str, alone: Alone) -> PhaseCommunication:
     """Return the communication of a variant in a phase. All ranks call it."""
-    times, silent = (1e3 * _medians(rounds[phase]) for rounds in (variant.seconds, variant.silent_seconds))
+    times, silent = _medians(variant.samples[phase]), _medians(variant.silent_samples[phase])
     sums = [message.bytes for message in variant.messages[phase] if not message.vocabulary]
     return PhaseCommunication(
         all_reduces=len(sums),
@@ -275,46 +269,36 @@ def time_alone(message: Message, variant: Variant, document: BenchDocument, grou
     An emulated one takes on a CPU what its link says. A GPU's clock may tick too seldom for that, so that it is
     measured there, too, with a warning where it is far off.
     """
+    link, size, over = document.link, message.bytes, message.over
     collectives = variant.model.collectives  # the message goes over them, or over a split of them
-    link, size = document.link, message.bytes
-    label = f"{message.collective}{_group_of(collectives, message.over)} of {size} bytes"
+    label = message.collective
+    for ranks, split in collectives.splits.items():
+        if over in split:
+            label += f" within {ranks} ranks" if over is split.within else f" across groups of {ranks} ranks"
+    label += f" of {size} bytes"
     if label in document.alone_ms:
         return document.alone_ms[label]
-    asked = None
-    if link is not None and message.over is collectives:
-        asked = link.seconds(size * (collectives.ranks if message.collective == "all_gather" else 1))
-    if link is not None and not link.in_range(size):
-        document.extrapolated_bytes = sorted({*(document.extrapolated_bytes or ()), size})
+    asked, seconds = None, 0.0
+    if link is not None and over is collectives:
+        asked = seconds = link.seconds(size * (over.ranks if message.collective == "all_gather" else 1))
     if asked is None or group.device.type == "cuda":
-        seconds = _seconds_alone(message, variant.spec.torch_dtype, group)
-    else:
-        seconds = asked
+        content = torch.zeros(size, dtype=torch.uint8, device=group.device)
+        dtype = variant.spec.torch_dtype
+        content = content.view(torch.bfloat16 if size % dtype.itemsize else dtype)
+        communicate = getattr(over, message.collective)
+
+        def back_to_back() -> None:
+            for _ in range(ALONE_REPEAT):  # after a barrier ranks do not start at once
+                communicate(content)
+
+        if over.ranks > 1 and not isinstance(over, NoCommunication):
+            seconds = seconds_together(group, back_to_back, ALONE_REPEAT, ALONE_ROUNDS)
     if asked is not None and abs(seconds - asked) > FAR_FROM_LINK * asked + GRAPH_GAP:
         console.warn(f"an emulated {label} took {1e6 * seconds:.1f} us on this GPU, not {1e6 * asked:.1f} us")
+    if link is not None and not link.in_range(size):
+        document.extrapolated_bytes = sorted({*(document.extrapolated_bytes or ()), size})
     document.alone_ms[label] = 1e3 * seconds
     return document.alone_ms[label]
-
-
-def _group_of(collectives: Collectives, over: Collectives) -> str:
-    """Return a label for the ranks that a message goes over, of all ranks ""."""
-    for size, split in collectives.splits.items():
-        if over in split:
-            return f" within {size} ranks" if over is split.within else f" across groups of {size} ranks"
-    return ""
-
-
-def _seconds_alone(message: Message, dtype: torch.dtype, group: Ranks) -> float:
-    if message.over.ranks == 1 or isinstance(message.over, NoCommunication):
-        return 0.0
-    content = torch.zeros(message.bytes, dtype=torch.uint8, device=group.device)
-    content = content.view(torch.bfloat16 if message.bytes % dtype.itemsize else dtype)
-    communicate = getattr(message.over, message.collective)
-
-    def back_to_back() -> None:
-        for _ in range(ALONE_REPEAT):  # after a barrier ranks do not start at once
-            communicate(content)
-
-    return seconds_together(group, back_to_back, ALONE_REPEAT, ALONE_ROUNDS)
 
 
 def seconds_together(group: Ranks, run: Callable[[], object], count: int, rounds: int, *, graph: bool = True) -> float:
@@ -347,7 +331,7 @@ def traced(
     """Write the trace of a variant; return the overlap of each phase, with ``proven`` where there should be some."""
 
     def run_marked() -> None:
-        running = variant.run(min(TRACED_PASSES, options.steps))
+        running = variant.run(min(TRACED_PASSES, options.passes.get("decode", 1)))
         next(running)
         for phase in options.passes:
             with record_function(phase):

@@ -84,6 +84,17 @@ def open_steps(
     return variants
 
 
+class OfGroup(Collectives):
+    """The way of ``sum_partial_gradients``, which is another than the model's."""
+
+    def __init__(self, group: Ranks) -> None:
+        super().__init__(group.size)
+        self.group = group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.group.sum(x)
+
+
 class ModelStep:
     """A model with a batch.
 
@@ -146,7 +157,8 @@ class ModelStep:
         name: the step, for the message of the error.
         """
         shape, layout, itemsize = self.weights.shape, self.spec.layout, self.spec.torch_dtype.itemsize
-        small = Message("all_reduce", self.model.collectives, 4 * self.weights.partial_numbers)
+        carrier = OfGroup(self.group) if self.is_real else self.model.collectives
+        small = Message("all_reduce", carrier, 4 * self.weights.partial_numbers)
         expected = {}
         for phase, sums in (("forward", sent_sums), ("backward", read_sums)):
             size = self.batch.input_ids.shape
@@ -156,7 +168,7 @@ class ModelStep:
             due = expected["backward"]
             expected["backward"] = replace(due, all_reduces=due.all_reduces + 1, bytes=due.bytes + small.bytes)
         sent = record_messages(name, self.model, self.run(), expected)
-        if self.is_real:  # it goes another way (``sum_partial_gradients``)
+        if self.is_real:
             sent["backward"].append(small)
         return sent
 
