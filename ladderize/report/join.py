@@ -194,7 +194,7 @@ def _add_times(models: Models, benches: Sequence[tuple[Path, BenchDocument]], *,
 def _add_timing(models: Models, row: BenchRow, document: BenchDocument, source: int, path: Path) -> None:
     first, options, link = document.rows[0], document.options, document.link
     setting = Setting(
-        kind="emulated" if document.emulated else "measured",
+        kind="measured" if document.link is None else "emulated",
         tp_size=row.tp_size,
         medium=link.name if link is not None else document.backend.partition(":")[0],
         batch_size=row.batch_size,

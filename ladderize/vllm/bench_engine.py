@@ -121,11 +121,7 @@ def serve_batch(name: str, engine: Any, prompts: list[list[int]], numbers: Itera
     """
     yield
     sampling = SamplingParams(
-        temperature=0.0,
-        max_tokens=steps + 1,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
+        temperature=0.0, max_tokens=steps + 1, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
     )
     made: dict[str, int] = {}  # tokens of each request
 

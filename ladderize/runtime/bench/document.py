@@ -29,11 +29,7 @@ ENOUGH_ROUNDS = 5  # with fewer an interval is too narrow
 
 @dataclass(frozen=True)
 class Environment(Record):
-    """Machine, versions and settings.
-
-    operations: the name of the operations between the products, of inference.
-    settings: environment variables that change times.
-    """
+    """Machine, versions and settings."""
 
     LEFT_OUT: ClassVar = ("operations", "gpus", "gpu_memory_bytes", "cuda", "nccl", "vllm")
 
@@ -46,8 +42,8 @@ class Environment(Record):
     transformers: str
     system: str
     hosts: int
-    settings: dict[str, str]
-    operations: str | None = None
+    settings: dict[str, str]  # environment variables that change times
+    operations: str | None = None  # between the products, of inference
     gpus: list[str] | None = None
     gpu_memory_bytes: int | None = None
     cuda: str | None = None
@@ -97,60 +93,39 @@ def environment(
     )
 
 
-# ---- rows ----
+# ---- rows: docs/files.md describes the fields ----
 
 
 @dataclass(frozen=True)
 class PhaseCommunication(Record):
-    """The communication of one pass: a prefill, a decode step, or one of the two passes of a training step.
+    """The communication of one pass: a prefill, a decode step, or one of the two passes of a training step."""
 
-    all_reduces, bytes: of the layers.
-    alone_ms: time of all collectives with nothing beside them, the vocabulary's too.
-    exposed_ms: time waited for them. It is a difference of two medians, so it may come out below 0.
-    """
-
-    all_reduces: int
+    all_reduces: int  # of the layers
     bytes: int
     no_communication_ms: float
-    alone_ms: float
-    exposed_ms: float
+    alone_ms: float  # of all collectives, the vocabulary's too
+    exposed_ms: float  # a difference of two medians, so it may come out below 0
     exposed_interval_ms: list[float]
 
 
 @dataclass(frozen=True)
 class Overlap(Record):
-    """The milliseconds in flight of some traced passes, and those under compute among them.
-
-    proven: True where there is any overlap at all; None where nothing promises any.
-    """
+    """The milliseconds in flight of some traced passes, and those under compute among them."""
 
     LEFT_OUT: ClassVar = ("proven",)
 
     in_flight_ms: float
     under_compute_ms: float
-    proven: bool | None = None
+    proven: bool | None = None  # there is any overlap at all; None where nothing promises any
 
     @property
     def share(self) -> float:
-        """The share of the time in flight that is under compute."""
         return self.under_compute_ms / self.in_flight_ms if self.in_flight_ms else 0.0
 
 
 @dataclass(frozen=True)
 class BenchRow(Record):
-    """A model, or a baseline, at one batch size, by one schedule.
-
-    kind: MODEL_ROW or BASELINE_ROW.
-    tp_size: ranks, real or emulated.
-    ms: the medians of prefill, decode and end_to_end, or of forward, backward and step.
-    speedup, speedup_interval: over the first row of the batch size, by the same names.
-    tokens_per_s: of decoding, or of training.
-    samples_ms: of every counted round, by phase.
-    communication, no_communication_samples_ms: by phase; None in the row of the no-comm baseline, and in vLLM.
-    overlap: by phase, with --profile.
-    bound_share: in training, the share that the model's fastest step without communication has of this step.
-    architecture: vLLM's model class.
-    """
+    """A model, or a baseline, at one batch size, by one schedule. Dicts are by phase, ``ms`` by the total, too."""
 
     LEFT_OUT: ClassVar = (
         "communication", "no_communication_samples_ms", "overlap", "bound_share", "architecture",
@@ -175,8 +150,8 @@ class BenchRow(Record):
     communication: dict[str, PhaseCommunication] | None = None
     no_communication_samples_ms: dict[str, list[float]] | None = None
     overlap: dict[str, Overlap] | None = None
-    bound_share: float | None = None
-    architecture: str | None = None
+    bound_share: float | None = None  # of the model's fastest step without communication, in training
+    architecture: str | None = None  # vLLM's model class
 
     @property
     def is_model(self) -> bool:
@@ -184,7 +159,6 @@ class BenchRow(Record):
 
     @property
     def is_random(self) -> bool:
-        """True without a checkpoint: only the times mean something."""
         return self.weights == "random"
 
     def overlaps(self, phase: str) -> bool:
@@ -202,49 +176,30 @@ def may_overlap(modes: Sequence[str], schedule: str, phase: str) -> bool:
 
 @dataclass
 class BenchDocument(Record):
-    """The document bench.json, of inference or training, on ladderize's runtime or in vLLM. Each rank adds to its own
-    while it measures.
-
-    complete: False until all is done, and for good where the rest failed.
-    backend: the backend of the all-reduces.
-    link: the link of an emulated group, whose all-reduces are delays.
-    alone_ms: time of each collective with nothing beside it, by name and size.
-    failed: the reason why a variant has no row, by its name.
-    checks: the differences from the reference, of the variants that passed, by name.
-    engine: ``vllm``, or None for ladderize's runtime.
-    messages: the backend of messages in flight in vLLM; None where no row is in the plugin's class.
-    extrapolated_bytes: sizes of messages beyond those that an emulated link was measured at.
-    """
+    """The document bench.json. Each rank adds to its own while it measures."""
 
     LEFT_OUT: ClassVar = ("engine", "messages", "extrapolated_bytes")
 
-    complete: bool
+    complete: bool  # False for good where the rest failed
     options: BenchOptions
-    backend: str
+    backend: str  # of the all-reduces
     environment: Environment
-    link: Link | None
-    alone_ms: dict[str, float] = field(default_factory=dict)
+    link: Link | None  # of an emulated group, whose all-reduces are delays
+    alone_ms: dict[str, float] = field(default_factory=dict)  # of a collective with nothing beside it
     rows: list[BenchRow] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    checks: dict[str, dict[str, float]] = field(default_factory=dict)
-    engine: EngineName | None = None
-    messages: str | None = None
-    extrapolated_bytes: list[int] | None = None
-
-    @property
-    def emulated(self) -> bool:
-        """True where all-reduces are delays."""
-        return self.link is not None
+    failed: dict[str, str] = field(default_factory=dict)  # the reason why a variant has no row
+    checks: dict[str, dict[str, float]] = field(default_factory=dict)  # of the variants that passed
+    engine: EngineName | None = None  # None: ladderize's runtime
+    messages: str | None = None  # the backend of messages in flight in vLLM
+    extrapolated_bytes: list[int] | None = None  # sizes of messages beyond those that the link was measured at
 
     @property
     def disproved(self) -> list[str]:
         """The names of the passes in whose trace nothing overlapped, although it should."""
-        return [
-            f"{row.model} ({phase})"
-            for row in self.rows
-            for phase, overlap in (row.overlap or {}).items()
-            if overlap.proven is False
-        ]
+        overlaps = {
+            f"{row.model} ({phase})": overlap for row in self.rows for phase, overlap in (row.overlap or {}).items()
+        }
+        return [name for name, overlap in overlaps.items() if overlap.proven is False]
 
 
 def few_rounds(repeat: int) -> str:

@@ -26,14 +26,11 @@ class Sender(Protocol):
 
 @dataclass(frozen=True)
 class ExpectedMessages:
-    """The all-reduces that a pass must complete: their number, and their bytes together.
-
-    vocabulary: the number of first ones that are the embedding's, and do not count as the layers'.
-    """
+    """The all-reduces that a pass must complete."""
 
     all_reduces: int
-    bytes: int
-    vocabulary: int = 0
+    bytes: int  # of all together
+    vocabulary: int  # the number of first ones that are the embedding's, and do not count as the layers'
 
 
 def sent_sums(layout: Layout, ranks: int) -> int:
@@ -57,12 +54,9 @@ def read_sums(layout: Layout, ranks: int) -> int:
 def expected_messages(
     shape: Shape, sums: int, itemsize: int, schedule: Schedule, rows: int, tokens: int
 ) -> ExpectedMessages:
-    """Return the messages of one forward pass over ``rows`` x ``tokens``.
+    """Return the messages of a forward pass over ``rows`` x ``tokens`` with so many ``sums`` of the layers.
 
     The embedding's are among them where ranks share it. Each chunk of the schedule sends its own.
-
-    sums: the number of sums of the layers.
-    itemsize: bytes of a number of the stream.
     """
     shared, chunks = int(not shape.replicate_vocab), schedule.parts(rows, tokens)
     whole = rows * tokens * shape.hidden * itemsize
@@ -86,8 +80,7 @@ def record_messages(
     """Run one pass of each phase, and return its messages. Raises UserError unless all expected ones were sent and
     waited for.
 
-    name: for the message of the error.
-    run: as ``Variant.run`` begins it, without CUDA graphs, so that the collectives are called for each message.
+    run: begun by ``Variant.run``, without CUDA graphs, so that the collectives are called for each message.
     """
     messages = {}
     with recorded(model) as recording:

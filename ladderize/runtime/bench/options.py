@@ -42,6 +42,7 @@ BASELINES = {"runtime": ("parallel", "no-comm"), "vllm": ("plugin",)}
 OF_INFERENCE = ("output_len", "baselines", "replicate_vocab")
 OF_RUNTIME = ("train", "schedules", "check", "device", "replicate_vocab")
 OF_MESSAGES = ("backend", "emulate_tp", "link", "outer_link")
+OF_SHAPES = ("layout", "num_layers", "sync_tp_size")
 
 
 def parse_counts(text: str, option: str = "--batch-size") -> tuple[int, ...]:
@@ -73,22 +74,12 @@ class BenchOptions(Record):
         panel=MODELS,
         metavar="A,B",
         shown=", ".join(LAYOUT_NAMES),
-        needs="random_weights",
     )
     num_layers: int | None = option(
-        "With --random-weights: number of layers.",
-        panel=MODELS,
-        min=1,
-        max=MOST_LAYERS,
-        shown="the config's",
-        needs="random_weights",
+        "With --random-weights: number of layers.", panel=MODELS, min=1, max=MOST_LAYERS, shown="the config's"
     )
     sync_tp_size: int | None = option(
-        "With --random-weights: virtual ranks of delayed and spd.",
-        panel=MODELS,
-        min=1,
-        shown="as many as ranks",
-        needs="random_weights",
+        "With --random-weights: virtual ranks of delayed and spd.", panel=MODELS, min=1, shown="as many as ranks"
     )
     engine: EngineName = option(
         "Whose inference to time: ladderize's runtime, or vLLM with ladderize's layers in it.", "runtime", panel=MODELS
@@ -111,13 +102,11 @@ class BenchOptions(Record):
         " or a file of calibrate.",
         panel=MEMORY,
         metavar="LINK",
-        needs="emulate_tp",
     )
     outer_link: str | None = option(
         "With --emulate-tp and several ranks for each virtual rank: the link between these groups; --link is within.",
         panel=MEMORY,
         metavar="LINK",
-        needs="emulate_tp",
     )
     backend: BackendName = option(
         BACKEND, "auto", help="How ranks communicate. none: no communication, for timing only; results are wrong."
@@ -169,14 +158,15 @@ class BenchOptions(Record):
         check_options(self)
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise UsageError(f"--batch-size {self.batch_sizes} must name positive integers")
-        for name, values, allowed in (
-            ("--schedules", self.schedules, get_args(ScheduleName)),
-            ("--baselines", self.baselines, BASELINES[self.engine]),
-        ):
-            if set(values) - set(allowed):
-                raise UsageError(f"{name} {','.join(values)} must name {' or '.join(allowed)}")
-        if not self.schedules:
-            raise UsageError("--schedules names none")
+        schedules, baselines = get_args(ScheduleName), BASELINES[self.engine]
+        if not self.schedules or set(self.schedules) - set(schedules):
+            raise UsageError(f"--schedules {','.join(self.schedules)} must name {' or '.join(schedules)}")
+        if set(self.baselines) - set(baselines):
+            raise UsageError(f"--baselines {','.join(self.baselines)} must name {' or '.join(baselines)}")
+        if self.random_weights is None:
+            self._refuse(OF_SHAPES, "without --random-weights")
+        if self.emulate_tp is None:
+            self._refuse(("link", "outer_link"), "without --emulate-tp")
         if self.train:
             self._refuse(OF_INFERENCE, "with --train")
         if self.engine == "vllm":

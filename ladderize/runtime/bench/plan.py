@@ -32,16 +32,12 @@ from ladderize.runtime.training.vocab_losses import STATISTICS_BYTES
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """Checked models, and the options for timing them.
-
-    interconnect: of an emulated group.
-    longest_message: bytes of the longest message that is sent.
-    """
+    """Checked models, and the options for timing them."""
 
     specs: list[ModelSpec]
     options: BenchOptions
-    interconnect: Interconnect | None
-    longest_message: int
+    interconnect: Interconnect | None  # of an emulated group
+    longest_message: int  # bytes
 
     @property
     def link(self) -> Link | None:
@@ -167,10 +163,7 @@ def weights_key(spec: ModelSpec, shape: Shape, *, train: bool) -> tuple[object, 
     """Return a key that is equal for models that share their weights, and in training how gradients are summed."""
     # where a sum is delayed or dropped, each rank knows only a part of the gradient of its bias
     layout, apart = spec.layout, []
-    for has_bias, modes in (
-        (shape.decoder.o_bias, layout.attention_sync),
-        (shape.decoder.mlp_bias, layout.mlp_sync),
-    ):
+    for has_bias, modes in ((shape.decoder.o_bias, layout.attention_sync), (shape.decoder.mlp_bias, layout.mlp_sync)):
         if train and has_bias:
             apart += [mode in APART for mode in modes]
     return *spec.weights_key(shape), tuple(apart)

@@ -1,10 +1,9 @@
 """The check before any timing that this is really the model: logits against transformers in float32.
 
-A fast wrong model is worth nothing. So a benchmark of a checkpoint first compares logits with an fp32 forward of the
-Hugging Face model: of two texts that are read at once, and of the same texts decoded token by token after prompts of
-equal and of different length. The texts are as long as the prompts that are timed, up to a limit. The forward holds one
-layer at a time: the whole model in float32 need not fit. The effect of rounding depends on the model. So the same
-layers compute in its own dtype, too, and transformers' own error sets the tolerance of the runtime.
+Two texts are read at once, and decoded token by token after prompts of equal and of different length. They are as long
+as the prompts that are timed, up to a limit. The reference holds one layer at a time: the whole model in float32 need
+not fit. The effect of rounding depends on the model, so the same layers compute in its own dtype, too, and
+transformers' own error sets the tolerance of the runtime.
 """
 
 import math
@@ -30,10 +29,8 @@ TEXTS = 2
 # nor a lost key, and the reference of a long one takes as long as the benchmark.
 SHORTEST_PROMPT, LONGEST_PROMPT = 64, 256
 DECODE_STEPS = 32
-# Positions of the texts whose logits are compared after reading them, beside all that are decoded.
-SAMPLED = 32
-# Positions whose logits are gathered at once: shared memory is as large as the longest message.
-PIECE = 8
+SAMPLED = 32  # positions whose logits are compared after reading, besides all that are decoded
+PIECE = 8  # positions whose logits are gathered at once: shared memory is as large as the longest message
 # Tolerances as multiples of transformers' own error in the model's dtype: of the root mean square of all differences,
 # and of the largest. The runtime's errors were 0.7 to 1.1 and 0.6 to 2 times as large, for random models of 2 to 30
 # layers, the demo's and SmolLM2's.
@@ -45,39 +42,27 @@ _FLOAT32 = 5e-5
 
 @dataclass(frozen=True)
 class Reference:
-    """Random texts, and the logits of transformers for them.
+    """Random texts, and the logits of transformers for them."""
 
-    ids: [texts, tokens].
-    prompts: tokens of each text that are its prompt where the prompts' lengths differ; the first is the longer.
-    logits: after each of ``positions``, float32 [texts, len(positions), vocab].
-    rms_error, largest_error: the error of transformers' logits in the model's dtype.
-    """
-
-    ids: list[list[int]]
-    prompts: tuple[int, int]
+    ids: list[list[int]]  # [texts, tokens]
+    prompts: tuple[int, int]  # tokens of each text that are its prompt where lengths differ; the first is longer
     positions: list[int]
-    logits: np.ndarray[Any, Any]
-    rms_error: float
+    logits: np.ndarray[Any, Any]  # after each of ``positions``, float32 [texts, len(positions), vocab]
+    rms_error: float  # of transformers' logits in the model's dtype
     largest_error: float
 
 
 def text_lengths(positions: int, prompt_len: int) -> tuple[int, int, int]:
-    """Return the tokens of the longer prompt, of the shorter prompt, and the decode steps after either.
-
-    positions: the most that the model handles.
-    prompt_len: tokens of the prompts that are timed.
-    """
+    """Return the tokens of the longer prompt, of the shorter prompt, and the decode steps after either."""
     steps = min(DECODE_STEPS, positions // 2)
     longer = min(max(prompt_len, SHORTEST_PROMPT), LONGEST_PROMPT, positions - steps)
     return longer, max(1, longer - max(1, longer // 3)), steps
 
 
 def checked_specs(specs: list[ModelSpec], options: BenchOptions) -> list[ModelSpec]:
-    """Return the models that are compared with a reference: all checkpoints; none with --no-check, ``--backend none``
-    or --train."""
-    if not options.check or options.backend == "none" or options.train:
-        return []
-    return [spec for spec in specs if spec.folder is not None]
+    """Return the models that are compared with a reference."""
+    is_checked = options.check and options.backend != "none" and not options.train
+    return [spec for spec in specs if is_checked and spec.folder is not None]
 
 
 def longest_checked(specs: list[ModelSpec], prompt_len: int) -> int:
@@ -107,9 +92,7 @@ def compute_reference(spec: ModelSpec, device: torch.device, prompt_len: int) ->
 
 
 def _logits(spec: ModelSpec, device: torch.device, ids: Tensor, positions: list[int], dtype: torch.dtype) -> Tensor:
-    """Return the logits of transformers' layers in ``dtype`` after each of ``positions``: float32 [texts,
-    len(positions), vocab]."""
-    assert spec.folder is not None
+    """Return the logits of transformers' layers in ``dtype`` after each of ``positions``, in float32."""
     blocks = Blocks(open_checkpoint(str(spec.folder)), dtype, device)
     with torch.no_grad():
         (stream,) = window_streams(blocks, lambda index: blocks.layer(index, blocks.layout), ids, batch_size=len(ids))
@@ -124,8 +107,7 @@ def check_models(
     group: Ranks,
     console: Console,
 ) -> None:
-    """Compare every checkpoint with its reference, and note in the document the differences of those that pass and the
-    failures of the others. All ranks call it."""
+    """Compare checkpoints with their references, and note the differences or failures. All ranks call it."""
     options = document.options
     specs = checked_specs(specs, options)
     if not specs:
@@ -158,9 +140,8 @@ def check_against_reference(
 ) -> dict[str, float] | str:
     """Compare the model's logits with the reference; return the differences (docs/files.md), or a failure in words.
 
-    All ranks call it. Each checks its own results, and all return the same failure.
-
-    generators: of the model; each reads as many of the texts as it has rows.
+    All ranks call it. Each checks its own results, and all return the same failure. Each generator reads as many of the
+    texts as it has rows.
     """
     least = _FLOAT32 * spec.layout.num_layers**0.5 * float(reference.logits.std())
     rms_tolerance, tolerance = _RMS * reference.rms_error + least, _LARGEST * (reference.largest_error + least)

@@ -9,13 +9,7 @@ from ladderize.errors import UserError
 from ladderize.files.documents import check_writable, write_json
 from ladderize.ranks.device import default_device
 from ladderize.ranks.environment import already_started, is_main_rank
-from ladderize.runtime.bench.document import (
-    LEAST_ROUNDS,
-    BenchDocument,
-    BenchRow,
-    PhaseCommunication,
-    few_rounds,
-)
+from ladderize.runtime.bench.document import LEAST_ROUNDS, BenchDocument, BenchRow, PhaseCommunication, few_rounds
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.launch import run
 
@@ -153,7 +147,7 @@ def show_bench(document: BenchDocument, console: Console) -> None:
     labels = _labels(document.rows)
     explained: dict[str, str] = {}
     for phase in ("step", "forward", "backward") if document.options.train else ("prefill", "decode"):
-        console.result(f"\n{PHASE_TITLES[phase]}{' (emulated)' if document.emulated else ''}")
+        console.result(f"\n{PHASE_TITLES[phase]}{' (emulated)' if document.link is not None else ''}")
         table = [_entries(document, row, labels[row.model], phase) for row in document.rows]
         shown = [entry for column in zip(*table, strict=True) for entry in column if entry.text]
         explained |= {entry.column: entry.explanation for entry in shown if entry.explanation}

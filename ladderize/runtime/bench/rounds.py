@@ -1,7 +1,5 @@
-"""Variants timed against each other in interleaved rounds: each runs once in every round, with communication and
-without.
-
-The order is drawn anew for each round, so that disturbances of the machine hit all variants alike.
+"""Variants timed against each other in interleaved rounds, with communication and without, in an order that is drawn
+anew for each round, so that disturbances of the machine hit all alike.
 
 Intervals are 95 % intervals of a paired bootstrap: rounds are drawn with replacement, and a round's times of both
 variants stay together, since a slow moment of the machine hits both.
@@ -96,27 +94,20 @@ def measure(
     Raises UserError if all variants failed.
     """
     for batch in document.options.batch_sizes:
-        time_models(document, open_variants, batch, group, console)
+        if variants := open_variants(batch):
+            time_models(document, variants, batch, group, console)
+        del variants  # before the caches of the next batch size are made
     if not document.rows:
         raise UserError(f"{next(iter(document.failed.values()))}, so nothing was timed")
     document.complete = True
     return document
 
 
-def time_models(
-    document: BenchDocument,
-    open_variants: Callable[[int], list[Variant]],
-    batch: int,
-    group: Ranks,
-    console: Console,
-) -> None:
+def time_models(document: BenchDocument, variants: list[Variant], batch: int, group: Ranks, console: Console) -> None:
     """Time the variants of one batch size, and add their rows to the document, which is reported then, and again with
     their traces. All ranks call it."""
     options, earlier = document.options, [*document.rows]
     alone = functools.partial(time_alone, document=document, group=group, console=console)
-    variants = open_variants(batch)
-    if not variants:
-        return
     timed: list[tuple[Run, Samples]] = []
     for variant in variants:
         timed.append((variant.run, variant.samples))

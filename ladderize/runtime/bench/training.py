@@ -1,9 +1,9 @@
-"""``ladderize bench --train``: training steps of each model by each schedule.
+"""``ladderize bench --train``: forward and backward passes over random tokens, with gradients of all parameters in
+float32. The optimizer does not communicate, so it is left out.
 
-A step is a forward and a backward pass over a batch of random tokens: cross-entropy on random targets, gradients of all
-parameters in float32. The optimizer is no part of it: it does not communicate. Before any timing, every schedule must
-give the loss and gradients of the sequential one of the same model, every sum waited for at once; the tests compare
-that one with transformers. This check computes in float32, since bfloat16 alone takes a gradient up to 0.2 off.
+Before any timing, every schedule must give the loss and gradients of the sequential one of the same model, every sum
+waited for at once; the tests compare that one with transformers. This check computes in float32, since bfloat16 alone
+takes a gradient up to 0.2 off.
 """
 
 import copy
@@ -150,11 +150,9 @@ class ModelStep:
             self.model.collectives.all_reduce(loss.new_zeros(self.weights.partial_numbers))
 
     def recorded_messages(self, name: str) -> dict[str, list[Message]]:
-        """Return the messages of each pass. Raises UserError for unexpected ones.
+        """Return the messages of each pass. Raises UserError for unexpected ones, with the step's name.
 
         The gradient of a sub-module's input is as large as the sum that it reads.
-
-        name: the step, for the message of the error.
         """
         shape, layout, itemsize = self.weights.shape, self.spec.layout, self.spec.torch_dtype.itemsize
         carrier = OfGroup(self.group) if self.is_real else self.model.collectives
@@ -231,11 +229,7 @@ def outcome_of(step: ModelStep, group: Ranks) -> Outcome:
 
 
 def check_outcome(outcome: Outcome, wanted: Outcome, group: Ranks) -> dict[str, float] | str:
-    """Compare a float32 step's loss and gradients with those of the reference; return the differences, or a failure in
-    words.
-
-    All ranks call it and return the same.
-    """
+    """Return the differences of a float32 step from the reference, or a failure in words, equal on all ranks."""
     loss = abs(outcome.loss - wanted.loss) / max(abs(wanted.loss), 1e-12)
     worst, name = max(group.gather(_worst(outcome, wanted)))
     if not math.isfinite(wanted.loss) or not math.isfinite(wanted.norm):
