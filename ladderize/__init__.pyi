@@ -50,7 +50,6 @@ from ladderize.report.page import write_report as write_report
 from ladderize.runtime.bench.document import BenchDocument as BenchDocument
 from ladderize.runtime.bench.inference import bench as bench
 from ladderize.runtime.bench.options import BenchOptions as BenchOptions
-from ladderize.runtime.bench.options import ModelChoice as ModelChoice
 from ladderize.runtime.generate import GenerateDocument as GenerateDocument
 from ladderize.runtime.generate import generate as generate
 from ladderize.runtime.generate_file import GenerateFileDocument as GenerateFileDocument

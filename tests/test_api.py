@@ -52,7 +52,7 @@ def test_a_gpu_that_is_not_there(made_llama, tmp_path, monkeypatch):
     for call in (
         lambda: ladderize.generate(made_llama, ["a"], ladderize.GenerateOptions(device="cuda")),
         lambda: ladderize.evaluate(ladderize.EvalOptions((made_llama,), perplexity="a.txt", device="cuda:1")),
-        lambda: ladderize.bench(ladderize.ModelChoice((str(made_llama),)), ladderize.BenchOptions(device="cuda")),
+        lambda: ladderize.bench(ladderize.BenchOptions((str(made_llama),), device="cuda")),
     ):
         with pytest.raises(ladderize.UserError, match=r"--device cuda(:1)?, but torch sees no GPUs here"):
             call()

@@ -201,7 +201,7 @@ def _add_times(models: Models, documents: FoundDocuments, *, is_evaluated: bool)
 
 
 def _setting_of(bench: BenchDocument, row: BenchRow, source: int) -> Setting:
-    kind: Literal["measured", "emulated"] = "emulated" if bench.emulated else "measured"
+    kind: Literal["measured", "emulated"] = "measured" if bench.link is None else "emulated"
     medium = bench.link.name if bench.link is not None else bench.backend.partition(":")[0]
     ranks = f"{row.tp_size} ranks over {medium}" if row.tp_size > 1 else "1 rank"
     device = f"{'vLLM, ' if bench.engine is not None else ''}{bench.environment.device}"

@@ -7,7 +7,7 @@ from typing import Literal
 from ladderize.adapt.methods import ALIGN
 from ladderize.eval.results import ComparisonDocument
 from ladderize.layout import DELAYED, DROPPED, OVERLAPPED, Layout
-from ladderize.runtime.bench.document import END_TO_END, BenchRow
+from ladderize.runtime.bench.document import BenchRow
 from ladderize.sweep_document import AS_CONVERTED
 
 
@@ -83,7 +83,7 @@ class Timing:
     is_first: bool
     has_interval: bool
 
-    def speedup(self, phase: str = END_TO_END) -> WithInterval:
+    def speedup(self, phase: str = "end_to_end") -> WithInterval:
         return WithInterval(self.row.speedup[phase], *(self.row.speedup_interval[phase] if self.has_interval else ()))
 
     @property

@@ -12,10 +12,8 @@ from ladderize.eval.results import EvalResults
 from ladderize.eval.table import mean_accuracy
 from ladderize.files.documents import read_document
 from ladderize.layout import BLOCKING, Layout
-from ladderize.ranks.device import default_device
 from ladderize.report.models import pareto_front
 from ladderize.runtime.bench.document import BenchDocument
-from ladderize.runtime.bench.options import ModelChoice
 from ladderize.runtime.bench.plan import plan_bench
 from ladderize.sweep.builder import StageBuilder
 from ladderize.sweep.stages import Stage, errors_begin_with
@@ -117,11 +115,9 @@ class Planner:
         self.dense = SweepLayout(None, DENSE, Layout.dense(layouts[0].num_layers))
         self.layouts = list(_layouts(self.builder, layouts))
         for setting in spec.bench:
-            dtype, device = setting.given.get("dtype", "auto"), setting.given.get("device", default_device())
             with errors_begin_with(setting.where):
                 # the dense model alone has no groups for an outer link
-                plain = replace(setting.options, outer_link=None, device=device)
-                plan_bench(ModelChoice(models=(spec.model,), dtype=dtype), plain, setting.link)
+                plan_bench(replace(setting.options, models=(spec.model,), outer_link=None))
 
     def plan(self, status: StatusOf) -> SweepPlan:
         """Return the plan as far as it is known by now.

@@ -20,7 +20,7 @@ from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
 from ladderize.files.regular import names_a_file, resolved
 from ladderize.layout import Layout, check_split
-from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_bench_usage
+from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.shards import check_runnable
 from ladderize.sweep.stages import Given, adapt_words, errors_begin_with, outputs_in, parsed_options, words_of
 from ladderize.sweep_document import AS_CONVERTED
@@ -77,13 +77,12 @@ class AdaptChoice:
 class BenchChoice:
     """One benchmark.
 
-    options, link: of ``ladderize bench``.
+    options: of ``ladderize bench``, for models that are not there yet.
     given: the options as the file has them.
     """
 
     where: str
     options: BenchOptions
-    link: str | None
     given: Given
     layouts: tuple[str, ...] = ()
 
@@ -328,8 +327,7 @@ def _benches(entries: list[tuple[str, Any]], names: Sequence[str]) -> Iterator[B
         layouts = _take_layouts(given, at, names)
         for options in grid(given, "bench"):
             with errors_begin_with(at):
-                given_options = parsed_options(words_of("bench", ["DENSE", "MODEL"], {}, options))
-                device = given_options.params["device"] or "cpu"  # another is known where torch is
-                made, link = given_options.fill(BenchOptions, device=device), given_options.params["link"]
-                check_bench_usage(given_options.fill(ModelChoice), made, link)
-            yield BenchChoice(at, made, link, options, layouts)
+                words_of("bench", ["DENSE", "MODEL"], {}, options)
+                made = options_from(BenchOptions, {"models": ["DENSE", "MODEL"], **options})
+                made.check_named()
+            yield BenchChoice(at, made, options, layouts)
