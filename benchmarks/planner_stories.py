@@ -20,7 +20,7 @@ import torch
 from ladderize.adapt.layers.layout_scores import ConvertedLayouts
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.data import file_sha256
+from ladderize.data.files import file_sha256
 from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, Layout
 from ladderize.plan.choice import LAYER_KINDS
 from ladderize.ranks.group import Ranks

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, linear
 
-from ladderize import data
 from ladderize.checkpoint.config import check_config, check_tensors, is_tied, most_positions
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import Checkpoint, fetch_weights, resolve_json
 from ladderize.checkpoint.tensors import read_tensor
+from ladderize.data.windows import check_data_file, draw_windows, needs_tokenizer, read_documents
 from ladderize.errors import UserError
 from ladderize.families.registry import complete_config, family_of
 from ladderize.layout import Layout
@@ -61,11 +61,11 @@ def read_windows(checkpoint: Checkpoint, file: str, *, seq_len: int | None, seed
 
     Raises UserError for data that are too few, or made for another model.
     """
-    data.check_data_file(file)
+    check_data_file(file)
     config = checkpoint.config
-    tokenizer = load_tokenizer(checkpoint.folder) if data.needs_tokenizer(file) else None
-    documents = data.read_documents(file, tokenizer, vocab_size=config["vocab_size"])
-    return data.draw_windows(documents, spec=file, positions=most_positions(config), seq_len=seq_len, seed=seed)
+    tokenizer = load_tokenizer(checkpoint.folder) if needs_tokenizer(file) else None
+    documents = read_documents(file, tokenizer, vocab_size=config["vocab_size"])
+    return draw_windows(documents, spec=file, positions=most_positions(config), seq_len=seq_len, seed=seed)
 
 
 class Blocks:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize import data
 from ladderize.checkpoint.opening import open_sound_checkpoint
 from ladderize.console import SILENT, Console
+from ladderize.data.windows import check_data_file, cut_windows, default_seq_len, read_documents
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.answers import read_models
 from ladderize.eval.compare import compare_models
@@ -70,7 +70,7 @@ def evaluate(
         baseline = stack.enter_context(open_baseline(is_kept, keep_predictions, reference, ranks))
         # errors that are certain are found before any model is loaded
         if options.perplexity is not None:
-            data.check_data_file(options.perplexity)
+            check_data_file(options.perplexity)
         folders = [open_sound_checkpoint(name, options.revision).folder for name in names]
         if resume:
             output.models = ranks.broadcast(output.earlier())  # all ranks leave out the tasks that are done
@@ -229,8 +229,8 @@ def text_windows(model: EvalModel, options: EvalOptions) -> list[np.ndarray]:
     Raises UserError for a text that cannot be read, or a length that the model does not support.
     """
     assert options.perplexity is not None
-    documents = data.read_documents(options.perplexity, model.tokenizer, vocab_size=model.vocab_size)
-    seq_len = options.seq_len or data.default_seq_len(documents, options.perplexity, model.positions)
+    documents = read_documents(options.perplexity, model.tokenizer, vocab_size=model.vocab_size)
+    seq_len = options.seq_len or default_seq_len([options.perplexity], model.positions)
     if not 2 <= seq_len <= model.positions:
         raise UserError(f"--seq-len {seq_len} must be between 2 and the {model.positions} positions of {model.name}")
-    return data.windows(documents, seq_len)[: options.windows]
+    return cut_windows(documents, seq_len)[: options.windows]

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,9 @@ from ladderize.chat_template import said_by_user
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console, sentence
-from ladderize.data import file_sha256
+from ladderize.data.files import file_sha256
+from ladderize.data.formats import EMPTY, Formats, check_row, read_conversation, tell_left_out
+from ladderize.data.rows import Row, file_rows
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import check_writable
 from ladderize.files.parsing import parse_json
@@ -29,7 +31,6 @@ from ladderize.files.temporaries import fsync, try_lock
 from ladderize.modeling import load_tokenizer, tokenizer_hash
 from ladderize.ranks.environment import already_started, is_main_rank
 from ladderize.ranks.group import ignore
-from ladderize.rows import EMPTY, Formats, Row, check_row, jsonl_rows, parquet_rows, read_conversation, tell_left_out
 from ladderize.runtime.generate import (
     Asked,
     GenerateTask,
@@ -44,10 +45,8 @@ from ladderize.runtime.generate import (
 from ladderize.runtime.sampling import DEFAULT_TEXTS_AT_A_TIME, GenerateOptions, Sampling
 from ladderize.runtime.spec import ModelSpec
 
-PROMPT_FORMATS = Formats(
-    {name: (name,) for name in ("messages", "conversations", "prompt", "text")},
-    "messages, conversations, prompt or text",
-)
+PROMPT_SUFFIXES = (".jsonl", ".parquet", ".txt")
+PROMPT_FORMATS = Formats({name: (name,) for name in ("messages", "conversations", "prompt", "text")})
 
 
 @dataclass(frozen=True)
@@ -158,15 +157,12 @@ def read_prompts(
     Raises UserError where too many rows cannot be used, and for a file without prompts.
     """
     path = resolved(file, "--prompt-file ")
-    readers = {".jsonl": jsonl_rows, ".parquet": parquet_rows, ".txt": _text_rows}
-    if path.suffix not in readers:
-        raise UsageError(f"--prompt-file {path} must end in one of {', '.join(readers)}")
-    if not path.exists():
-        raise UserError(f"--prompt-file {path} does not exist")
+    if path.suffix not in PROMPT_SUFFIXES:
+        raise UsageError(f"--prompt-file {path} must end in one of {', '.join(PROMPT_SUFFIXES)}")
     asked: list[Asked] = []
     prompts: list[list[int]] = []
     problems: list[str] = []
-    for row in itertools.islice(readers[path.suffix](path), samples):
+    for row in itertools.islice(file_rows(str(path)), samples):
         try:
             question = _asked(row, options.chat)
             if question is not None:
@@ -179,16 +175,6 @@ def read_prompts(
     if not prompts:
         raise UserError(f"--prompt-file {path} holds no prompts")
     return asked, prompts
-
-
-def _text_rows(path: Path) -> Iterator[Row]:
-    for number, line in enumerate(read_lines(path), start=1):
-        try:
-            text = line.decode("utf-8-sig").rstrip("\r\n")
-        except UnicodeDecodeError:
-            raise UserError(f"{path}, line {number} is not UTF-8 text") from None
-        if text.strip():
-            yield Row({"text": text}, f"{path}, line {number}")
 
 
 def _asked(row: Row, chat: bool) -> Asked | None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from ladderize.adapt.data_files import HUB
 from ladderize.adapt.layers.options import AssignOptions
 from ladderize.adapt.methods import ALIGN, Method
 from ladderize.checkpoint.opening import open_sound_checkpoint
@@ -15,6 +14,7 @@ from ladderize.choices import near_names
 from ladderize.commands.adapt import adapt_options
 from ladderize.commands.convert import asked_recipe
 from ladderize.convert.recipe import Recipe
+from ladderize.data.files import HUB
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.options import MARGIN, EvalOptions, check_margin
 from ladderize.files.parsing import read_yaml

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from ladderize.chat_template import Conversation, Span, chat_template_of, render
-from ladderize.data import need_tokenizer, text_ids
+from ladderize.data.formats import EMPTY, check_row, read_conversation, read_ids
+from ladderize.data.rows import Row
+from ladderize.data.windows import need_tokenizer, text_ids
 from ladderize.errors import UserError
-from ladderize.rows import EMPTY, Row, check_row, read_conversation, read_ids
 
 Scored = tuple[np.ndarray, np.ndarray]  # int64 ids and a bool mask of those that are scored: [tokens] each
 # Columns of an example. row: the number of its row; shares_turns: the row has several examples, which share turns;

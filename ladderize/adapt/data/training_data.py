@@ -14,11 +14,11 @@ import numpy as np
 
 from ladderize.adapt.data.examples import COLUMNS, Encoder
 from ladderize.adapt.data.packing import pack
-from ladderize.adapt.data.sources import column_names, open_rows
-from ladderize.adapt.data_files import HUB, split_weight
+from ladderize.adapt.data.sources import column_names, open_rows, quiet_datasets
 from ladderize.console import SILENT, Console
+from ladderize.data.files import HUB, split_weight
+from ladderize.data.formats import FIRST_ROWS, tell_left_out
 from ladderize.errors import UserError
-from ladderize.rows import FIRST_ROWS, quiet_datasets, tell_left_out
 
 ORDER = 7  # the version of how rows are cut and packed; rows that another version left in the cache are not used
 ROWS_AT_ONCE, EXAMPLES_AT_ONCE, SHUFFLED_AT_ONCE = 128, 1000, 1000  # tokenised; packed; packed rows of a stream

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from ladderize.adapt.data.sources import source_sha256
-from ladderize.adapt.data_files import data_files
 from ladderize.adapt.layers.align import LayerReport, align
 from ladderize.adapt.layers.distill import BlockReport, distill
 from ladderize.adapt.layers.document import FILES, LayersDocument, SpdBlock, WindowData
@@ -29,6 +27,7 @@ from ladderize.convert.assignment import RankAssignment, assignment_of
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
+from ladderize.data.files import data_files, source_sha256
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.documents import read_own

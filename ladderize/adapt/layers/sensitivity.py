@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ladderize import data
 from ladderize.adapt.layers.layout_scores import AlignedLayouts, score_aligned, score_layouts
 from ladderize.adapt.layers.options import default_tokens
 from ladderize.adapt.layers.windows import split_windows
@@ -22,6 +21,7 @@ from ladderize.convert.sensitivity_file import (
     layer_changes,
     layer_costs,
 )
+from ladderize.data.files import file_sha256
 from ladderize.errors import UserError
 from ladderize.eval.options import SensitivityOptions
 from ladderize.files.documents import check_writable, read_own, write_json
@@ -88,7 +88,7 @@ def measure_sensitivity(
     if drawn is None:
         file = options.data
         windows = read_windows(checkpoint, file, seq_len=options.seq_len, seed=options.seed)
-        drawn = windows, data.file_sha256(file)
+        drawn = windows, file_sha256(file)
     windows, sha256 = drawn
     scored = windows[: options.samples]
     if len(scored) < 2:
