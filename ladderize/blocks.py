@@ -17,7 +17,7 @@ from ladderize.checkpoint.config import check_config, check_tensors, is_tied, mo
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import Checkpoint, fetch_weights, resolve_json
 from ladderize.checkpoint.tensors import read_tensor
-from ladderize.data.windows import check_data_file, draw_windows, needs_tokenizer, read_documents
+from ladderize.data.windows import draw_windows, needs_tokenizer, read_documents
 from ladderize.errors import UserError
 from ladderize.families.registry import complete_config, family_of
 from ladderize.layout import Layout
@@ -61,7 +61,6 @@ def read_windows(checkpoint: Checkpoint, file: str, *, seq_len: int | None, seed
 
     Raises UserError for data that are too few, or made for another model.
     """
-    check_data_file(file)
     config = checkpoint.config
     tokenizer = load_tokenizer(checkpoint.folder) if needs_tokenizer(file) else None
     documents = read_documents(file, tokenizer, vocab_size=config["vocab_size"])

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from ladderize.data.windows import check_data_file, cut_windows, default_seq_len, read_documents
+from ladderize.data.windows import cut_windows, default_seq_len, read_documents
 from ladderize.errors import UserError
 
 
@@ -82,7 +82,7 @@ def test_unusable_arrays(tmp_path):
     np.savez(tmp_path / "two.npz", a=np.arange(3), b=np.arange(3))
     for name, message in (("two.npz:c", "holds the arrays a, b"), ("none.txt", "does not exist")):
         with pytest.raises(UserError, match=message):
-            check_data_file(str(tmp_path / name))
+            read_documents(str(tmp_path / name), None)
     with pytest.raises(UserError, match="no window of two tokens"):
         cut_windows([np.array([1])], 8)
 

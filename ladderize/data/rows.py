@@ -44,8 +44,12 @@ def file_rows(name: str) -> Iterator[Row]:
             yield Row({"input_ids": ids}, str(path))
     elif path.suffix == ".txt":
         yield Row({"text": read_text(path, MAX_TEXT_BYTES)}, str(path))
+    elif path.suffix == ".jsonl":
+        yield from _json_lines(path)
+    elif path.suffix == ".parquet":
+        yield from _parquet_rows(path)
     else:
-        yield from _parquet_rows(path) if path.suffix == ".parquet" else _json_lines(path)
+        raise UserError(f"{path} is neither text (.txt, .jsonl, .parquet) nor token ids (.npy, .npz)")
 
 
 def _json_lines(path: Path) -> Iterator[Row]:

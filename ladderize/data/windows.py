@@ -18,26 +18,13 @@ from ladderize.data.files import HUB, ID_SUFFIXES, data_files, split_weight
 from ladderize.data.formats import Formats, check_row, read_ids
 from ladderize.data.rows import file_rows, open_ids
 from ladderize.errors import UserError
-from ladderize.files.regular import check_regular, split_name
+from ladderize.files.regular import split_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SUFFIXES = (".txt", ".jsonl", ".parquet", *ID_SUFFIXES)
 DOCUMENT = Formats({"input_ids": ("input_ids",), "text": ("text",)})
 USUAL_TOKENS = 2048  # of a window
-
-
-def check_data_file(name: str) -> None:
-    """Raise UserError unless ``read_documents`` can read ``name``, before long work: its content is not looked at."""
-    path, key = split_name(name)
-    if not path.exists():
-        raise UserError(f"{path} does not exist")
-    check_regular(path)
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"{path} is neither text (.txt, .jsonl, .parquet) nor token ids (.npy, .npz)")
-    if path.suffix == ".npz":
-        open_ids(path, key)
 
 
 def needs_tokenizer(name: str) -> bool:

@@ -10,7 +10,8 @@ import torch
 
 from ladderize.checkpoint.opening import open_sound_checkpoint
 from ladderize.console import SILENT, Console
-from ladderize.data.windows import check_data_file, cut_windows, default_seq_len, read_documents
+from ladderize.data.files import data_files
+from ladderize.data.windows import cut_windows, default_seq_len, read_documents
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.answers import read_models
 from ladderize.eval.compare import compare_models
@@ -70,7 +71,7 @@ def evaluate(
         baseline = stack.enter_context(open_baseline(is_kept, keep_predictions, reference, ranks))
         # errors that are certain are found before any model is loaded
         if options.perplexity is not None:
-            check_data_file(options.perplexity)
+            data_files(options.perplexity, "--perplexity")
         folders = [open_sound_checkpoint(name, options.revision).folder for name in names]
         if resume:
             output.models = ranks.broadcast(output.earlier())  # all ranks leave out the tasks that are done

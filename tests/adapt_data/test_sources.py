@@ -106,14 +106,6 @@ def test_a_file_of_another_system_is_read_alike_everywhere(tmp_path, tokenizer, 
     assert read[0][0] == read[0][2] == (["the cat\n\nsat\n"] if suffix == ".txt" else ["the cat", "sat"])
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
-    (tmp_path / "home").write_text("")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "home" / "datasets")
-    message = "the cache of datasets, .*/home/datasets, takes no files .Not a directory.; set HF_DATASETS_CACHE"
-    with pytest.raises(UserError, match=message):
-        open_rows(write_jsonl(tmp_path / "a.jsonl", TEXTS))
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

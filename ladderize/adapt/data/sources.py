@@ -4,7 +4,6 @@ import contextlib
 import glob
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ladderize.console import sentence
@@ -13,7 +12,6 @@ from ladderize.data.formats import TRAINING
 from ladderize.data.rows import file_rows
 from ladderize.errors import UserError
 from ladderize.files.regular import split_name
-from ladderize.files.temporaries import why_unwritable
 
 LOADERS = {".txt": "text", ".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json"}
 
@@ -74,25 +72,8 @@ def _open_files(files: list[str]) -> Any:
         return datasets.Dataset.from_dict({"input_ids": [row for row in ids if len(row)]}).with_format("numpy")
     if not full:
         return None
-    check_cache()
     as_documents = {"sample_by": "document", "encoding": "utf-8-sig"} if suffix == ".txt" else {}
     return datasets.load_dataset(LOADERS[suffix], data_files=full, split="train", **as_documents)
-
-
-def check_cache() -> None:
-    """Raise UserError where datasets cannot write its cache."""
-    from datasets import config
-
-    cache = Path(config.HF_DATASETS_CACHE)
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        problem = why_unwritable(cache)
-    except OSError as error:
-        problem = error.strerror
-    if problem is not None:
-        raise UserError(
-            f"the cache of datasets, {cache}, takes no files ({problem}); set HF_DATASETS_CACHE to a folder that does"
-        )
 
 
 def column_names(rows: Any) -> list[str]:
