@@ -20,18 +20,12 @@ DATE_OF_DATA = date(2024, 7, 26)
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation as chat templates take it.
+    """A conversation as chat templates take it."""
 
-    messages: OpenAI's form: a role, a content, and what else a template may read.
-    scored: of each message, whether the loss counts it.
-    tools: JSON schemas of functions that may be called; None: the row names none.
-    variables: more variables of the template.
-    """
-
-    messages: Sequence[Mapping[str, Any]]
-    scored: Sequence[bool] = ()
-    tools: Sequence[Mapping[str, Any]] | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, Any]]  # OpenAI's form: a role, a content, and what else a template may read
+    scored: Sequence[bool] = ()  # of each message, whether the loss counts it
+    tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas of functions that may be called
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the template
 
     def until(self, count: int) -> "Conversation":
         """Return the conversation up to its message ``count``, which is left out."""
@@ -45,11 +39,8 @@ def said_by_user(text: str) -> list[dict[str, str]]:
 def chat_template_of(
     tokenizer: "PreTrainedTokenizerBase", name: str = "the tokenizer", tools: Sequence[Mapping[str, Any]] | None = None
 ) -> str:
-    """Return a tokenizer's chat template, which may be another one where there are tools.
-
-    name: of the tokenizer's model, for the message.
-    Raises UserError where there is none, or several of which none is the default.
-    """
+    """Return a tokenizer's chat template, which may be another one where there are tools. Raises UserError where there
+    is none, or several of which none is the default."""
     schemas: Any = tools
     try:
         return str(tokenizer.get_chat_template(tools=schemas))

@@ -22,11 +22,8 @@ END_BYTES = 1 << 20  # of a file's beginning and of its end that ``source_identi
 
 
 def data_files(name: str, option: str = "--data") -> list[str]:
-    """Return the files of one value of ``option``, sorted, those of ``.npz`` with their array's name.
-
-    name: ``x.jsonl``, ``x.npz:array``, a glob, or a folder, such as one of ``Dataset.save_to_disk`` or the hub's.
-    Raises UserError if there are none, or files of several kinds or splits.
-    """
+    """Return the files of ``x.jsonl``, ``x.npz:array``, a glob or a folder, sorted, each ``.npz`` with its array's
+    name. Raises UserError if there are none, or files of several kinds or splits."""
     if name.startswith(HUB):
         raise UserError(f"{option} {name} is a stream, and is read as a whole here; give files")
     path, key = split_name(name)
@@ -69,10 +66,7 @@ def split_weight(text: str) -> tuple[str, float | None]:
 
 
 def hub_dataset(name: str) -> tuple[str, str | None, str] | None:
-    """Return repository, configuration and split of ``hub:OWNER/NAME[:CONFIG]:SPLIT``; None where files are named.
-
-    Raises UsageError for another text that begins with ``hub:``.
-    """
+    """Return repository, configuration and split of ``hub:OWNER/NAME[:CONFIG]:SPLIT``; None where files are named."""
     if not name.startswith(HUB):
         return None
     match = re.fullmatch(HUB + r"([\w.-]+/[\w.-]+)(?::([^:\[]+))?:([^:\[]+)", name)

@@ -12,24 +12,15 @@ from ladderize.data.rows import Row, as_ids
 from ladderize.errors import UserError
 from ladderize.files.parsing import parse_json
 
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+SHAREGPT_ROLES |= {name: name for name in ("user", "assistant", "system", "tool")}
 FIRST_ROWS, MOST_UNUSABLE = 1000, 0.05
 EMPTY = "is empty"  # the problem of a row of empty text, which is no fault
 
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of rows that a reader accepts, by name: the columns that each needs.
-
-    The first is taken whose columns a row has.
-    """
+    """The formats of rows that a reader accepts: the columns that each needs. The first that fits is taken."""
 
     columns: Mapping[str, tuple[str, ...]]
 
@@ -54,10 +45,8 @@ TRAINING = Formats(
 
 
 def check_row(row: Row, formats: Formats = TRAINING) -> str:
-    """Return the format of a row: ``conversation`` where a column holds turns, else a name of ``formats``.
-
-    Raises UserError where columns are missing, or do not hold ids or text.
-    """
+    """Return the format of a row: ``conversation`` where a column holds turns, else a name of ``formats``; raises
+    UserError where columns are missing, or do not hold ids or text."""
     if not isinstance(row.values, Mapping):
         raise UserError(f"{row.origin}: not an object with named values; a row needs {formats}")
     present = [str(column) for column, value in row.values.items() if value is not None]
@@ -76,10 +65,7 @@ def check_row(row: Row, formats: Formats = TRAINING) -> str:
 
 
 def read_ids(row: Row) -> tuple[np.ndarray, np.ndarray]:
-    """Return a row's ``input_ids`` (int64) and its ``loss_mask`` (bool; True for all, where there is none).
-
-    Raises UserError for invalid ones.
-    """
+    """Return a row's ``input_ids`` (int64) and its ``loss_mask`` (bool; True for all, where there is none)."""
     ids = as_ids(row.values["input_ids"], row.origin)
     mask = row.values.get("loss_mask")
     if mask is None:

@@ -32,10 +32,7 @@ class Row:
 
 
 def file_rows(name: str) -> Iterator[Row]:
-    """Yield the rows of a file; ``ids.npz:NAME`` names an array in an archive.
-
-    Raises UserError for a file that cannot be read, with the first bad line.
-    """
+    """Yield the rows of a file; raises UserError, which names the bad line, for one that cannot be read."""
     path, key = split_name(name)
     if not path.exists():
         raise UserError(f"{path} does not exist")
@@ -84,13 +81,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def open_ids(path: Path, key: str | None = None) -> np.ndarray:
-    """Return the token ids of a ``.npy`` file, which is mapped, or of an array in a ``.npz`` archive.
-
-    They are integers in one or two dimensions, each from 0 to 2**31 - 1. Arrays of Python objects are never unpickled.
-
-    key: the name of the array in the archive; None: the only one.
-    Raises UserError for anything else.
-    """
+    """Return the token ids of a ``.npy`` file, which is mapped, or of an array in a ``.npz`` archive (``key``, or the
+    only one). They are integers in one or two dimensions, each from 0 to 2**31 - 1; raises UserError for others."""
     check_regular(path)
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -66,10 +66,7 @@ def need_tokenizer(tokenizer: "PreTrainedTokenizerBase | None", origin: str) -> 
 
 
 def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
-    """Return the ids of texts, with the tokenizer's own special tokens (for Llama: BOS before each).
-
-    A batch is several times as fast as single texts.
-    """
+    """Return the ids of texts, with the tokenizer's own special tokens. A batch is several times as fast."""
     encoded = tokenizer(list(texts), verbose=False, return_attention_mask=False, return_token_type_ids=False)
     return encoded["input_ids"]
 
@@ -92,11 +89,8 @@ def default_seq_len(names: Sequence[str], positions: int) -> int:
 
 
 def cut_windows(documents: list[np.ndarray], seq_len: int) -> list[np.ndarray]:
-    """Return the joined documents in consecutive windows of ``seq_len`` ids. The last may be shorter, with at least 2
-    ids.
-
-    Raises UserError where there is none.
-    """
+    """Return the joined documents in consecutive windows of ``seq_len`` ids, the last with at least 2; raises UserError
+    where there is none."""
     stream = np.concatenate(documents)
     cut = [stream[start : start + seq_len] for start in range(0, len(stream), seq_len)]
     if len(cut[-1]) < 2:

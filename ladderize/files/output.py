@@ -95,10 +95,7 @@ def clean_up(out: Path) -> None:
 
 
 def _take_place(temporary: Path, out: Path, overwrite: bool) -> None:
-    """Rename ``temporary`` to ``out``, and remove the folder that was there.
-
-    Raises UserError where ``out`` is not empty and ``overwrite`` is False.
-    """
+    """Rename ``temporary`` to ``out``, and remove the folder that was there."""
     try:
         os.rename(temporary, out)  # replaces nothing but an empty folder
         return
@@ -107,10 +104,9 @@ def _take_place(temporary: Path, out: Path, overwrite: bool) -> None:
             raise
     if not overwrite:
         raise UserError(f"OUT {out} was written to by another program meanwhile; nothing was written")
-    try:
+    lock = None
+    with suppress(BlockingIOError):
         lock = lock_folder(out)
-    except BlockingIOError:
-        lock = None
     if lock is None:
         raise UserError(f"OUT {out} is being replaced by another run; nothing was written")
     aside = _aside(out)  # if this run is killed between the two renames, the next one puts the old folder back

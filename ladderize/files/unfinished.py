@@ -92,7 +92,7 @@ class Unfinished:
     def _unlock(self) -> None:
         if self.lock is not None:
             os.close(self.lock)
-            self.lock = None
+        self.lock = None
 
     def remove(self) -> None:
         """Delete the folder. The record goes last, so that the next run knows the folder if this one is killed."""

@@ -26,16 +26,13 @@ Question = str | Conversation  # a text to continue, or a conversation without i
 
 @dataclass(frozen=True)
 class GeneratedText(Record):
-    """A prompt and its continuation.
-
-    finish_reason: stop, at an EOS, or length.
-    """
+    """A prompt and its continuation."""
 
     prompt: str
     text: str
     prompt_tokens: int
     new_ids: list[int]
-    finish_reason: str
+    finish_reason: str  # stop, at an EOS, or length
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ def _streams(options: GenerateOptions, console: Console) -> bool:
 
 
 def open_spec(options: GenerateOptions) -> ModelSpec:
-    """Return the model after all checks that need neither weights nor ranks. Raises UserError or LayoutError."""
+    """Return the model after all checks that need neither weights nor ranks."""
     device = options.device or default_device()
     check_device(device)
     check_backend(options.backend, options.tp_size, device)
@@ -91,7 +88,7 @@ def open_spec(options: GenerateOptions) -> ModelSpec:
 
 
 def tokenizer_of(spec: ModelSpec) -> Any:
-    """Return the checkpoint's tokenizer. Raises UserError where there is none."""
+    """Return the checkpoint's tokenizer; raises UserError where there is none."""
     tokenizer = load_tokenizer(spec.folder) if spec.folder is not None else None
     if tokenizer is None:
         raise UserError(f"{spec.name} has no tokenizer, and generate needs one")
@@ -149,12 +146,8 @@ def answer(
     report: Report,
     console: Console,
 ) -> None:
-    """Continue the prompts that are not ``done`` on ladderize's own ranks.
-
-    prompts: token ids of each.
-    done: of rank 0, the number of the first prompts that need no answer any more.
-    report: is called with each batch: (number of its first text, new ids of each).
-    """
+    """Continue the prompts (token ids of each) behind the first ``done`` ones, of which rank 0 knows, on ladderize's
+    own ranks. ``report`` is called with each batch: (number of its first text, new ids of each)."""
     device = options.device or default_device()
     run(_answer_on_rank, spec, options, prompts, done, console, tp_size=options.tp_size, device=device, report=report)
 

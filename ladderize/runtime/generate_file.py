@@ -50,16 +50,13 @@ PROMPT_FORMATS = Formats({name: (name,) for name in ("messages", "conversations"
 
 @dataclass(frozen=True)
 class GenerateFileDocument(Record):
-    """The output of ``ladderize generate --out --json``.
-
-    ended_samples: texts that EOS ended, not their length.
-    """
+    """The output of ``ladderize generate --out --json``."""
 
     model: str
     layout: str
     out: str
     samples: int
-    ended_samples: int
+    ended_samples: int  # by EOS, not by their length
 
 
 def generate_file(options: GenerateOptions, *, console: Console = SILENT) -> GenerateFileDocument | None:
@@ -140,10 +137,7 @@ def bos_id(spec: ModelSpec, tokenizer: Any) -> int:
 def read_prompts(
     spec: ModelSpec, tokenizer: Any, options: GenerateOptions, console: Console
 ) -> tuple[list[Question], list[list[int]]]:
-    """Return the prompts in the first rows of ``options.prompt_file``, and their ids.
-
-    Raises UserError where too many rows cannot be used, and for a file without prompts.
-    """
+    """Return the prompts in the first rows of ``options.prompt_file``, and their ids."""
     path = resolved(options.prompt_file or "", "--prompt-file ")
     if path.suffix not in PROMPT_SUFFIXES:
         raise UsageError(f"--prompt-file {path} must end in one of {', '.join(PROMPT_SUFFIXES)}")

@@ -83,7 +83,7 @@ class Encoder:
             Row(dict(zip(batch, values, strict=True)), f"{self.name}, row {number + 1}")
             for number, values in zip(numbers, columns, strict=True)
         ]
-        readers: dict[str, Callable[[list[Row]], list[EncodedRow]]] = {
+        encoders: dict[str, Callable[[list[Row]], list[EncodedRow]]] = {
             "input_ids": lambda rows: [EncodedRow([read_ids(row)], in_pieces=True) for row in rows],
             "text": self._texts,
             "prompt": self._completions,
@@ -97,7 +97,7 @@ class Encoder:
             except UserError as problem:
                 encoded[index] = EncodedRow(problem=str(problem))
         for name, indices in by_format.items():
-            encoded.update(zip(indices, readers[name]([rows[index] for index in indices]), strict=True))
+            encoded.update(zip(indices, encoders[name]([rows[index] for index in indices]), strict=True))
         return [self._checked(row, encoded[index]) for index, row in enumerate(rows)]
 
     def _checked(self, row: Row, encoded: EncodedRow) -> EncodedRow:
@@ -130,7 +130,8 @@ class Encoder:
         alone may get a space put before it.
         """
         tokenizer, encoded = need_tokenizer(self.tokenizer, rows[0].origin), []
-        prompts, completions = ([row.values[key] for row in rows] for key in ("prompt", "completion"))
+        prompts = [row.values["prompt"] for row in rows]
+        completions = [row.values["completion"] for row in rows]
         joined = text_ids(tokenizer, [prompt + rest for prompt, rest in zip(prompts, completions, strict=True)])
         alone = tokenizer(completions, add_special_tokens=False, verbose=False)["input_ids"]
         for prompt, before, rest, both in zip(prompts, text_ids(tokenizer, prompts), alone, joined, strict=True):
@@ -146,18 +147,21 @@ class Encoder:
         if not tokenizer.is_fast:
             raise UserError(f"{origin}: a conversation, but the tokenizer is not a fast one, so positions are unknown")
         encoded: list[EncodedRow] = []
-        every: list[tuple[int, str, list[Span]]] = []
-        for number, row in enumerate(rows):
+        texts: list[str] = []
+        marks: list[tuple[EncodedRow, list[Span]]] = []
+        for row in rows:
             try:
-                every += [(number, *text) for text in marked_texts(tokenizer, read_conversation(row), row.origin)]
-                encoded.append(EncodedRow())
+                marked = marked_texts(tokenizer, read_conversation(row), row.origin)
             except UserError as problem:
                 encoded.append(EncodedRow(problem=str(problem)))
-        texts = [text for _, text, _ in every] or [""]
-        encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        tokens = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
-        for (number, _, spans), (ids, offsets) in zip(every, tokens, strict=False):
-            encoded[number].examples.append(_scored(ids, offsets, spans))
+                continue
+            encoded.append(EncodedRow())
+            texts += [text for text, _ in marked]
+            marks += [(encoded[-1], spans) for _, spans in marked]
+        if texts:
+            tokens = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            for (whole, spans), ids, offsets in zip(marks, tokens["input_ids"], tokens["offset_mapping"], strict=True):
+                whole.examples.append(_scored(ids, offsets, spans))
         return encoded
 
 
