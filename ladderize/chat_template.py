@@ -66,12 +66,16 @@ def _with_fixed_date(template: str) -> str:
 
 
 def render(
-    tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, *, as_data: bool, **options: bool
+    tokenizer: "PreTrainedTokenizerBase",
+    conversation: Conversation,
+    *,
+    as_data: bool,
+    add_generation_prompt: bool = False,
+    marked: bool = False,
 ) -> tuple[str, list[Span]]:
-    """Return the text of a conversation, and the spans between the template's ``{% generation %}`` markers.
+    """Return the text of a conversation, and with ``marked`` the spans between ``{% generation %}`` markers.
 
     as_data: "today" is always ``DATE_OF_DATA``.
-    options: of ``render_jinja_template``: add_generation_prompt, return_assistant_tokens_mask.
     Raises UserError where the template refuses it.
     """
     from transformers.utils import chat_template_utils as templates
@@ -84,7 +88,8 @@ def render(
             conversations=[[*conversation.messages]],
             tools=conversation.tools,
             chat_template=_with_fixed_date(template) if as_data else template,
-            **options,
+            add_generation_prompt=add_generation_prompt,
+            return_assistant_tokens_mask=marked,
             **variables,
         )
     except Exception as error:  # a template may raise whatever Python can

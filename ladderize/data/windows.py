@@ -47,13 +47,19 @@ def read_documents(
     path = split_name(name)[0]
     if not sum(map(len, documents)):
         raise UserError(f"{path} gives no tokens at all; is it empty?")
-    highest = max(int(document.max(initial=0)) for document in documents)
-    if vocab_size is not None and highest >= vocab_size:
-        raise UserError(
-            f"{path} holds the token id {highest}, but the model's vocabulary ends at {vocab_size - 1}; was it another"
-            " tokenizer's?"
-        )
+    if vocab_size is not None:
+        check_vocabulary(documents, vocab_size, str(path))
     return documents
+
+
+def check_vocabulary(documents: Sequence[np.ndarray], vocab_size: int, origin: str) -> None:
+    """Raise UserError for ids that the model does not have."""
+    highest = max((int(ids.max(initial=0)) for ids in documents), default=0)
+    if highest >= vocab_size:
+        raise UserError(
+            f"{origin} holds the token id {highest}, but the model's vocabulary ends at {vocab_size - 1}; was it"
+            " another tokenizer's?"
+        )
 
 
 def need_tokenizer(tokenizer: "PreTrainedTokenizerBase | None", origin: str) -> "PreTrainedTokenizerBase":

@@ -74,10 +74,10 @@ def generate_file(options: GenerateOptions, *, console: Console = SILENT) -> Gen
             raise UserError(f"--out {out} already exists; choose another name, or delete it")
     spec = open_spec(options)
     assert spec.folder is not None
-    questions: list[Question] = []
     if options.prompt_file is None:
-        tokenizer = load_tokenizer(spec.folder)
-        prompts = [[bos_id(spec, tokenizer)]] * (options.num_samples or 0)
+        tokenizer, count = load_tokenizer(spec.folder), options.num_samples or 0
+        questions: list[Question | None] = [None] * count
+        prompts = [[bos_id(spec, tokenizer)]] * count
         check_prompt(prompts[0], spec, options)
     else:
         tokenizer = tokenizer_of(spec)
@@ -98,8 +98,7 @@ def generate_file(options: GenerateOptions, *, console: Console = SILENT) -> Gen
                 skipped = len(reasons) - first  # of a batch that was cut off by a kill
                 rows = []
                 for number, new in enumerate(answers[skipped:], start=len(reasons)):
-                    question = questions[number] if questions else None
-                    rows.append(_row(question, prompts[number], new, ends, tokenizer))
+                    rows.append(_row(questions[number], prompts[number], new, ends, tokenizer))
                 append_rows(path, rows)
                 reasons.extend(row["finish_reason"] for row in rows)
                 advance(len(rows))
@@ -136,12 +135,12 @@ def bos_id(spec: ModelSpec, tokenizer: Any) -> int:
 
 def read_prompts(
     spec: ModelSpec, tokenizer: Any, options: GenerateOptions, console: Console
-) -> tuple[list[Question], list[list[int]]]:
+) -> tuple[list[Question | None], list[list[int]]]:
     """Return the prompts in the first rows of ``options.prompt_file``, and their ids."""
     path = resolved(options.prompt_file or "", "--prompt-file ")
     if path.suffix not in PROMPT_SUFFIXES:
         raise UsageError(f"--prompt-file {path} must end in one of {', '.join(PROMPT_SUFFIXES)}")
-    questions: list[Question] = []
+    questions: list[Question | None] = []
     prompts: list[list[int]] = []
     problems: list[str] = []
     for row in itertools.islice(file_rows(str(path)), options.num_samples):

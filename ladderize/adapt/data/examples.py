@@ -20,7 +20,7 @@ import numpy as np
 from ladderize.chat_template import Conversation, Span, chat_template_of, render
 from ladderize.data.formats import EMPTY, check_row, read_conversation, read_ids
 from ladderize.data.rows import Row
-from ladderize.data.windows import need_tokenizer, text_ids
+from ladderize.data.windows import check_vocabulary, need_tokenizer, text_ids
 from ladderize.errors import UserError
 
 Scored = tuple[np.ndarray, np.ndarray]  # int64 ids and a bool mask of those that are scored: [tokens] each
@@ -32,30 +32,22 @@ PLACEHOLDER = "\ue000"  # a character of no language
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """The whole examples of a row.
-
-    in_pieces: they may be cut into pieces.
-    problem: why there are none: ``EMPTY``, or a fault.
-    """
+    """The whole examples of a row."""
 
     examples: list[Scored] = field(default_factory=list)
-    in_pieces: bool = False
-    problem: str = ""
+    in_pieces: bool = False  # they may be cut into pieces
+    problem: str = ""  # why there are none: ``EMPTY``, or a fault
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns batches of rows into examples of at most ``seq_len`` tokens.
+    """Turns batches of rows into examples of at most ``seq_len`` tokens. Raises UserError where the model has no
+    tokenizer, or fewer ids."""
 
-    tokenizer: of transformers; None if all rows are ids.
-    name: the source's, for messages.
-    Raises UserError where the model has no tokenizer, or fewer ids.
-    """
-
-    tokenizer: Any
+    tokenizer: Any  # of transformers; None if all rows are ids
     seq_len: int
     vocab_size: int
-    name: str
+    name: str  # of the source, for messages
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
         """Return the examples of the rows ``numbers``, by ``COLUMNS``. One that lost all that is scored, and the one of
@@ -104,10 +96,7 @@ class Encoder:
         """Return what a row gives, with a problem where nothing is scored; raises UserError for unknown ids."""
         if encoded.problem:
             return encoded
-        highest = max((int(ids.max(initial=0)) for ids, _ in encoded.examples), default=0)
-        if highest >= self.vocab_size:
-            beyond = f"the token id {highest}, but the model's vocabulary ends at {self.vocab_size - 1}"
-            raise UserError(f"{row.origin}: holds {beyond}; were they made with another tokenizer?")
+        check_vocabulary([ids for ids, _ in encoded.examples], self.vocab_size, row.origin)
         if any(scored[1:].any() for _, scored in encoded.examples):
             return encoded
         lengths = " and ".join(str(len(ids)) for ids, _ in encoded.examples) or "0"
@@ -210,14 +199,12 @@ def marked_texts(tokenizer: Any, conversation: Conversation, origin: str) -> lis
 def _generated(tokenizer: Any, conversation: Conversation, turns: Sequence[int]) -> tuple[str, list[Span]]:
     """Return the text of a conversation, and the spans that its template marks in turns that the loss counts."""
 
-    def marked(count: int) -> tuple[str, list[Span]]:
-        shown = conversation.until(count)
-        return render(tokenizer, shown, as_data=True, return_assistant_tokens_mask=True)
+    def spans_until(count: int) -> int:
+        return len(render(tokenizer, conversation.until(count), as_data=True, marked=True)[1]) if count else 0
 
-    text, spans = marked(len(conversation.messages))
+    text, spans = render(tokenizer, conversation, as_data=True, marked=True)
     for number in reversed([number for number in turns if not conversation.scored[number]]):
-        begin = len(marked(number)[1]) if number else 0
-        del spans[begin : len(marked(number + 1)[1])]
+        del spans[spans_until(number) : spans_until(number + 1)]
     return text, spans
 
 

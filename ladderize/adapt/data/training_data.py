@@ -138,11 +138,8 @@ def usual_heldout(total: int) -> int:
 
 
 def drawn_numbers(rows: int, seed: int) -> np.ndarray:
-    """Return a random number for each row: those with the lowest are held out first, and aligned on last.
-
-    It depends on nothing but the row's place and the seed: alignment, which reads whole rows, and a retraining, which
-    drops those with nothing to score, draw alike.
-    """
+    """Return a random number for each row: those with the lowest are held out first, and aligned on last. Alignment,
+    which reads whole rows, and a retraining, which drops those with nothing to score, draw alike."""
     return np.random.default_rng(seed).random(rows)
 
 
