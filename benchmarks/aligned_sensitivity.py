@@ -25,8 +25,9 @@ from ladderize.adapt.layers.align_layer import Streams
 from ladderize.adapt.layers.layer_files import StudentBlocks
 from ladderize.adapt.layers.layout_scores import AlignedLayouts, ConvertedLayouts
 from ladderize.adapt.layers.windows import Windows
-from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
+from ladderize.blocks import Blocks, read_windows, window_nlls
 from ladderize.checkpoint.config import stored_dtype
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment

@@ -23,7 +23,8 @@ from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBloc
 from ladderize.adapt.layers.layout_scores import ConvertedLayouts
 from ladderize.adapt.layers.options import BlockwiseOptions
 from ladderize.adapt.layers.windows import Windows
-from ladderize.blocks import Blocks, open_checkpoint
+from ladderize.blocks import Blocks
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import Console
 from ladderize.convert.sensitivity_file import layer_changes
 from ladderize.layout import Layout

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from ladderize.adapt.layers.layout_scores import ConvertedLayouts
-from ladderize.blocks import Blocks, open_checkpoint, read_windows
+from ladderize.blocks import Blocks, read_windows
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.data.files import file_sha256
 from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, Layout

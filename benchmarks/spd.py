@@ -28,7 +28,8 @@ from ladderize.adapt.layers.options import BlockwiseOptions, SpdOptions
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
 from ladderize.adapt.layers.spd import spd
 from ladderize.adapt.layers.windows import training_windows
-from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
+from ladderize.blocks import Blocks, read_windows, window_nlls
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import Console
 from ladderize.eval.options import EvalOptions, SensitivityOptions
 from ladderize.eval.run import evaluate
@@ -71,8 +72,12 @@ def table(args: argparse.Namespace) -> dict:
             layers = len(document.layers)
             seconds = time.perf_counter() - begin
             scores = evaluate(
-                [args.model, f"{folder}/out"],
-                EvalOptions(perplexity=args.heldout, seq_len=args.seq_len, batch_size=32),
+                EvalOptions(
+                    models=(args.model, f"{folder}/out"),
+                    perplexity=args.heldout,
+                    seq_len=args.seq_len,
+                    batch_size=32,
+                ),
                 console=Console(),
             )
             dense, distilled = (entry.model.perplexity for entry in scores.models)

@@ -29,10 +29,10 @@ from ladderize.errors import LadderizeError as LadderizeError
 from ladderize.errors import UsageError as UsageError
 from ladderize.errors import UserError as UserError
 from ladderize.eval.compare import compare as compare
-from ladderize.eval.comparison import ComparisonDocument as ComparisonDocument
-from ladderize.eval.comparison import Comparisons as Comparisons
 from ladderize.eval.options import EvalOptions as EvalOptions
 from ladderize.eval.options import SensitivityOptions as SensitivityOptions
+from ladderize.eval.results import ComparisonDocument as ComparisonDocument
+from ladderize.eval.results import Comparisons as Comparisons
 from ladderize.eval.results import EvalResults as EvalResults
 from ladderize.eval.run import evaluate as evaluate
 from ladderize.layout import Layout as Layout
@@ -43,8 +43,6 @@ from ladderize.modeling import register as register
 from ladderize.plan.calibrate import CalibrationDocument as CalibrationDocument
 from ladderize.plan.calibrate import calibrate as calibrate
 from ladderize.plan.options import CalibrateOptions as CalibrateOptions
-from ladderize.plan.options import PlanGoal as PlanGoal
-from ladderize.plan.options import PlanModel as PlanModel
 from ladderize.plan.options import PlanOptions as PlanOptions
 from ladderize.plan.run import PlanResult as PlanResult
 from ladderize.plan.run import plan_layouts as plan_layouts

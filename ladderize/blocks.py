@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, linear
 
-from ladderize.checkpoint.config import check_config, check_tensors, is_tied, most_positions
-from ladderize.checkpoint.opening import read_checkpoint
-from ladderize.checkpoint.reading import Checkpoint, fetch_weights, resolve_json
+from ladderize.checkpoint.config import is_tied, most_positions
+from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import read_tensor
 from ladderize.data.windows import draw_windows, needs_tokenizer, read_documents
 from ladderize.errors import UserError
@@ -39,15 +38,6 @@ def complete(state: State) -> Tensor:
 
 def to_device(state: State, device: torch.device) -> State:
     return (state[0].to(device), state[1].to(device)) if isinstance(state, tuple) else state.to(device)
-
-
-def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
-    """Return a checkpoint by folder or hub id, checked as ``convert`` checks its source; raises UserError."""
-    folder, is_local = resolve_json(model, revision)
-    checkpoint = read_checkpoint(folder if is_local else fetch_weights(model, revision))
-    check_config(checkpoint.config, model)
-    check_tensors(checkpoint)
-    return checkpoint
 
 
 def compute_dtype(asked: str, stored: str) -> torch.dtype:

@@ -95,17 +95,17 @@ def root(
 
 
 CONVERT, RECOVER, MEASURE = "Convert", "Recover accuracy", "Measure and run"
-add(app, CONVERT, plan.plan)
+parser.add(app, CONVERT, plan.plan, config=True)
 parser.add(app, CONVERT, convert.convert)
 parser.add(app, CONVERT, inspect.inspect)
 add(app, CONVERT, sensitivity.sensitivity)
 add(app, RECOVER, spd.spd)
 add(app, RECOVER, adapt.adapt)
 add(app, RECOVER, merge.merge)
-add(app, MEASURE, evaluate.evaluate, "eval")
-add(app, MEASURE, compare.compare)
+parser.add(app, MEASURE, evaluate.evaluate, "eval", config=True)
+parser.add(app, MEASURE, compare.compare)
 add(app, MEASURE, bench.bench)
-add(app, MEASURE, calibrate.calibrate)
+parser.add(app, MEASURE, calibrate.calibrate, config=True)
 parser.add(app, MEASURE, report.report)
 add(app, MEASURE, generate.generate)
 parser.add(app, MEASURE, sweep)

@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ladderize.blocks import Blocks, open_checkpoint
+from ladderize.blocks import Blocks
 from ladderize.checkpoint.config import expected_tensors
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.cli import main
 from ladderize.console import Console, printable
 from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM

@@ -15,7 +15,7 @@ from ladderize.adapt.layers.measures import Contender, heldout_measures
 from ladderize.adapt.layers.options import AlignOptions, layers_to_rewrite
 from ladderize.adapt.layers.ridge import RankRows, affine, refit
 from ladderize.adapt.layers.windows import Windows
-from ladderize.blocks import open_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT
 from ladderize.convert.assignment import RankAssignment

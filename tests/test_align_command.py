@@ -15,7 +15,7 @@ from ladderize.adapt.layers import rewrite
 from ladderize.adapt.layers.layer_files import LayerFiles
 from ladderize.adapt.layers.options import AlignOptions
 from ladderize.adapt.layers.windows import training_windows
-from ladderize.blocks import open_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.eval.results import Perplexity
 from ladderize.modeling import load
 from tests import warm

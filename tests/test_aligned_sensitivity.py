@@ -14,14 +14,15 @@ from ladderize.adapt.layers import rewrite
 from ladderize.adapt.layers.layout_scores import AlignedLayouts
 from ladderize.adapt.layers.sensitivity import UNFINISHED
 from ladderize.adapt.layers.windows import Windows
-from ladderize.blocks import open_checkpoint, read_windows
+from ladderize.blocks import read_windows
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import layer_changes, read_sensitivity
 from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults
 from ladderize.layout import Layout
 from ladderize.plan.measure import LayoutMeasurer
-from ladderize.plan.options import PlanModel
+from ladderize.plan.options import PlanOptions
 from tests import warm
 from tests.helpers import SHAPE, fresh_rng, invoke, invoke_well, listing, one_sentence, record_bars, save_llama
 
@@ -178,7 +179,8 @@ def points(model, ids, tmp_path_factory):
 
 
 def aligned_measurer(model, points, folder):
-    return LayoutMeasurer(PlanModel(str(model)), read_sensitivity(points), kept_beside=folder / "plan.json")
+    options = PlanOptions(model=str(model), hardware="h100-sxm", tp_sizes=(4,))
+    return LayoutMeasurer(options, read_sensitivity(points), kept_beside=folder / "plan.json")
 
 
 def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monkeypatch):

@@ -31,11 +31,11 @@ def test_every_public_name_is_there_and_known_to_type_checkers():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: ladderize.GenerateOptions(model="m", prompt=("a",), dtype="int8"), "dtype int8 is not one of"),
         (
-            lambda: ladderize.GenerateOptions(model="m", prompt=("a",), dtype="int8"),
-            "dtype int8 is not one of auto",
+            lambda: ladderize.EvalOptions(models=("m",), perplexity="a.txt", limit=3),
+            "--limit has no effect without --tasks",
         ),
-        (lambda: ladderize.EvalOptions(perplexity="a.txt", limit=3).check(), "--limit has no effect without --tasks"),
         (lambda: ladderize.GenerateOptions(model="m"), "give one of --prompt"),
     ],
 )
@@ -51,7 +51,7 @@ def test_a_gpu_that_is_not_there(made_llama, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("text")
     for call in (
         lambda: ladderize.generate(ladderize.GenerateOptions(model=str(made_llama), prompt=("a",), device="cuda")),
-        lambda: ladderize.evaluate([made_llama], ladderize.EvalOptions(perplexity="a.txt", device="cuda:1")),
+        lambda: ladderize.evaluate(ladderize.EvalOptions((made_llama,), perplexity="a.txt", device="cuda:1")),
         lambda: ladderize.bench(ladderize.ModelChoice((str(made_llama),)), ladderize.BenchOptions(device="cuda")),
     ):
         with pytest.raises(ladderize.UserError, match=r"--device cuda(:1)?, but torch sees no GPUs here"):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import ladderize
 from ladderize.adapt.lora import LORA_TARGETS, adapter_base, add_adapters, lora_config, write_adapter
 from ladderize.adapt.train.merge import merge
-from ladderize.blocks import open_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import to_json
 from ladderize.errors import UserError
 from tests.helpers import (

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from glob import has_magic
 from typing import TYPE_CHECKING, Any
 
-from ladderize.checkpoint.opening import open_sound_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.choices import BackendName, DeviceName, flag
 from ladderize.commands.builder import GivenOptions
 from ladderize.console import Console
@@ -39,7 +39,7 @@ def check_named_models(params: Mapping[str, Any]) -> None:
     """Raise UserError or LayoutError for models that are not sound, or that the ranks cannot share. Needs no torch."""
     models = [*(params.get("models") or ()), params.get("model"), params.get("distill_from")]
     for model in filter(None, models):
-        config = open_sound_checkpoint(model, params.get("revision")).config
+        config = open_checkpoint(model, params.get("revision"), sound="any").config
         if find_family(config) is None:
             continue
         for name in ("tp_size", "emulate_tp", "sync_tp_size"):

@@ -79,7 +79,7 @@ def read_section(path: Path, key: str, option: str) -> Mapping[str, Any]:
     if path.suffix == ".json":  # which is YAML, but for tabs
         document = read_json(path, advice=f"name a file with a {key}")
     else:
-        document = read_yaml(path, what=f"{option} ")
+        document = read_yaml(path, option=f"{option} ")
     document = document if isinstance(document, Mapping) else {}
     section = document.get(key)
     if not isinstance(section, Mapping):

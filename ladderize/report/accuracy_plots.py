@@ -8,7 +8,7 @@ from typing import Any
 
 from ladderize.convert.sensitivity_file import INTERVAL, SensitivityDocument, dense_line
 from ladderize.eval.compare import metric_name
-from ladderize.eval.comparison import TaskComparison
+from ladderize.eval.results import TaskComparison
 from ladderize.report.documents import FoundDocuments, RetrainingRun
 from ladderize.report.join import ReportContent
 from ladderize.report.models import ReportModel, WithInterval, points_text

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ladderize.checkpoint.opening import open_sound_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
+from ladderize.choices import options_from
 from ladderize.console import SILENT
 from ladderize.data.files import HUB, data_files, file_sha256, split_weight
 from ladderize.errors import UserError
@@ -32,7 +33,6 @@ from ladderize.sweep.stages import (
     Words,
     adapt_words,
     make_stage,
-    parsed_options,
     words_of,
 )
 from ladderize.sweep.sweep_file import LINK_KEYS, AdaptStage, BenchChoice, LayoutChoice, SweepSpec
@@ -58,7 +58,7 @@ class Inputs:
 
     def model(self, name: str) -> str:
         """Return the hash of a checkpoint: its weights, config and tokenizer. Raises UserError unless it is sound."""
-        checkpoint = open_sound_checkpoint(name)
+        checkpoint = open_checkpoint(name, sound="any")
         family_of(checkpoint.config)  # raises for one that cannot be converted
         folder = checkpoint.folder
         self.seen |= {folder / weights: _signature(folder / weights) for weights in checkpoint.weight_files}
@@ -218,7 +218,7 @@ class StageBuilder:
         options, has_text = self.spec.evaluation, "perplexity" in self.spec.evaluation
         model = made_by.model if made_by is not None else self.spec.model
         content = {key: self.inputs.data(options[key]) for key in ("perplexity", "include_path") if key in options}
-        evaluated = parsed_options(words_of("eval", ["MODEL"], {}, options)).fill(EvalOptions)
+        evaluated = options_from(EvalOptions, {"models": ["MODEL"], **options})
         packages = EVAL_PACKAGES if "tasks" in options else EVAL_PACKAGES[:3]
         identity = {
             "model": made_by.key if made_by is not None else [self.digest, model],  # the report joins by its name

@@ -13,7 +13,7 @@ from ladderize.eval.table import mean_accuracy
 from ladderize.files.documents import read_document
 from ladderize.layout import BLOCKING, Layout
 from ladderize.ranks.device import default_device
-from ladderize.report.tradeoff_plot import pareto_front
+from ladderize.report.models import pareto_front
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import ModelChoice
 from ladderize.runtime.bench.plan import plan_bench

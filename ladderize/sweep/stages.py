@@ -58,7 +58,7 @@ KINDS = {
         f"{MODEL_FOLDER}/config.json",
         "model out distill_from align dry_run log_with overwrite no_verify json",
     ),
-    "eval": StageKind(1, RESULTS, "models out keep_predictions reference resume revision json backend"),
+    "eval": StageKind(1, RESULTS, "models out keep_predictions reference resume revision json engine"),
     "bench": StageKind(
         1,
         BENCH_JSON,

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from ladderize.adapt.methods import ALIGN, Method
-from ladderize.checkpoint.opening import open_sound_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.choices import near_names, options_from
 from ladderize.commands.adapt import adapt_options
 from ladderize.commands.convert import ConvertOptions
 from ladderize.convert.recipe import Recipe
 from ladderize.data.files import HUB
 from ladderize.errors import UsageError, UserError
-from ladderize.eval.options import MARGIN, EvalOptions, check_margin
+from ladderize.eval.options import MARGIN, EvalOptions, check_margin, check_task_names
 from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
 from ladderize.files.regular import names_a_file, resolved
@@ -136,7 +136,8 @@ def sweep_spec(document: object, where: str) -> SweepSpec:
     if "eval" in given:
         with errors_begin_with(at := f"{where}: eval"):
             evaluation = absolute(mapping(given["eval"], at))
-            parsed_options(words_of("eval", ["MODEL"], {}, evaluation)).fill(EvalOptions).check()
+            words_of("eval", ["MODEL"], {}, evaluation)
+            check_task_names(options_from(EvalOptions, {"models": ["MODEL"], **evaluation}))
     layouts = tuple(_layouts(_entries(given, "layouts", where), data))
     if not layouts:
         raise UserError(f"{where}: layouts is missing; write for example '- ladder: all'")
@@ -181,7 +182,7 @@ def fit_layouts(spec: SweepSpec) -> list[Layout]:
     Raises UserError for a model that is not dense, and, with its entry, for a layout that the model or a benchmark
     cannot have.
     """
-    config = open_sound_checkpoint(spec.model).config
+    config = open_checkpoint(spec.model, sound="any").config
     dense = Layout.from_config(config)
     if not dense.is_dense:
         raise UserError(f"{spec.model} is not dense ({dense}); a sweep converts the dense model")

@@ -15,7 +15,8 @@ from ladderize.adapt.train.loop import Loop, micro_batches
 from ladderize.adapt.train.options import Objective
 from ladderize.adapt.train.teacher_cache import answer
 from ladderize.adapt.train.tensor_parallel import TensorParallelTraining
-from ladderize.blocks import Blocks, open_checkpoint
+from ladderize.blocks import Blocks
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import SILENT
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks

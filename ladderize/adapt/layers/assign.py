@@ -19,8 +19,9 @@ from ladderize.adapt.layers.layer_files import assigned_weights
 from ladderize.adapt.layers.measures import Contender, heldout_measures
 from ladderize.adapt.layers.options import HEADS, NEURONS, AssignOptions, assign_tokens
 from ladderize.adapt.layers.windows import Windows, read_rows, split_windows
-from ladderize.blocks import Blocks, State, check_finite, compute_dtype, open_checkpoint
+from ladderize.blocks import Blocks, State, check_finite, compute_dtype
 from ladderize.checkpoint.config import kv_head_count, most_positions, stored_dtype
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console

@@ -18,8 +18,9 @@ from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions, Windo
 from ladderize.adapt.layers.windows import Windows, training_windows
 from ladderize.adapt.methods import ALIGN, BLOCKS
 from ladderize.adapt.teacher import check_improved, check_pair, check_related
-from ladderize.blocks import Blocks, compute_dtype, open_checkpoint
+from ladderize.blocks import Blocks, compute_dtype
 from ladderize.checkpoint.config import stored_dtype
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console, to_json

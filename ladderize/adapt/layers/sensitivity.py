@@ -10,8 +10,9 @@ import torch
 from ladderize.adapt.layers.layout_scores import AlignedLayouts, score_aligned, score_layouts
 from ladderize.adapt.layers.options import default_tokens
 from ladderize.adapt.layers.windows import split_windows
-from ladderize.blocks import Blocks, open_checkpoint, read_windows
+from ladderize.blocks import Blocks, read_windows
 from ladderize.checkpoint.config import stored_dtype
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import (

@@ -25,7 +25,8 @@ from ladderize.adapt.layers.options import (
 from ladderize.adapt.layers.rewrite import LayerTask, open_layer_task, rewrite_layers
 from ladderize.adapt.layers.sensitivity import measure_sensitivity
 from ladderize.adapt.layers.windows import Windows
-from ladderize.blocks import Blocks, open_checkpoint
+from ladderize.blocks import Blocks
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import SILENT, Console
 from ladderize.convert.assignment import ASSIGNMENT, RankAssignment, read_assignment
 from ladderize.convert.sensitivity_file import LayerCost, ascending, read_sensitivity

@@ -9,7 +9,7 @@ from typing import Any
 from ladderize.adapt.lora import ADAPTATION, ADAPTER_CONFIG, ADAPTER_TENSORS, AdapterBase, read_adapter_config
 from ladderize.adapt.methods import METRICS
 from ladderize.adapt.train.adapter import write_merged
-from ladderize.blocks import open_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint, check_entries
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console

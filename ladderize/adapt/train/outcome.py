@@ -14,7 +14,7 @@ from ladderize.adapt.train.options import TrainOptions
 from ladderize.adapt.train.states import Progress, TrainingFolder, read_metrics
 from ladderize.adapt.train.task import RetrainJob, Task
 from ladderize.adapt.train.teacher_cache import check_place
-from ladderize.blocks import open_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint, locate_tensors
 from ladderize.console import Console, code_span, human_seconds, to_json

@@ -26,7 +26,7 @@ from ladderize.adapt.train.task import Launch, RetrainJob, Task, open_task, run_
 from ladderize.adapt.train.teacher_cache import with_answers
 from ladderize.adapt.train.tensor_parallel import build_tensor_parallel
 from ladderize.adapt.train.training_model import HFTraining, TrainingModel, place_teacher
-from ladderize.blocks import open_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import SILENT, Console, human_count
 from ladderize.convert.inspection import ALIGNMENT, read_retrainings
 from ladderize.data.files import split_weight

@@ -12,8 +12,9 @@ from ladderize.adapt.methods import CONVERTED, LORA
 from ladderize.adapt.teacher import check_pair
 from ladderize.adapt.train.options import FIXED, LORA_FIELDS, RetrainOptions, TrainOptions
 from ladderize.adapt.train.student import trained_tensors
-from ladderize.blocks import compute_dtype, open_checkpoint
+from ladderize.blocks import compute_dtype
 from ladderize.checkpoint.config import stored_dtype
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint, torch_dtype
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.convert.inspection import read_retrainings
