@@ -21,7 +21,7 @@ from ladderize.adapt.layers.layout_scores import LayoutScores, first_changed
 from ladderize.blocks import Blocks, read_windows
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.data import file_sha256
+from ladderize.data.files import file_sha256
 from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, Layout
 from ladderize.plan.choice import LAYER_KINDS
 from ladderize.ranks.group import Ranks

@@ -55,7 +55,6 @@ from ladderize.runtime.generate import generate as generate
 from ladderize.runtime.generate_file import GenerateFileDocument as GenerateFileDocument
 from ladderize.runtime.generate_file import generate_file as generate_file
 from ladderize.runtime.sampling import GenerateOptions as GenerateOptions
-from ladderize.runtime.sampling import Sampling as Sampling
 from ladderize.sweep.run import run_sweep as run_sweep
 from ladderize.sweep_document import SweepDocument as SweepDocument
 

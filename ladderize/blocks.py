@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, linear
 
-from ladderize import data
 from ladderize.checkpoint.config import is_tied, most_positions
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import read_tensor
+from ladderize.data.windows import draw_windows, needs_tokenizer, read_documents
 from ladderize.errors import UserError
 from ladderize.families.registry import complete_config, family_of
 from ladderize.layout import Layout
@@ -48,11 +48,10 @@ def compute_dtype(asked: str, stored: str) -> torch.dtype:
 
 def read_windows(checkpoint: Checkpoint, file: str, *, seq_len: int | None, seed: int) -> np.ndarray:
     """Return all full windows of a data file, in an order drawn with ``seed``: int64 [windows, seq_len]."""
-    data.check_data_file(file)
     config = checkpoint.config
-    tokenizer = load_tokenizer(checkpoint.folder) if data.needs_tokenizer(file) else None
-    documents = data.read_documents(file, tokenizer, vocab_size=config["vocab_size"])
-    return data.draw_windows(documents, spec=file, positions=most_positions(config), seq_len=seq_len, seed=seed)
+    tokenizer = load_tokenizer(checkpoint.folder) if needs_tokenizer(file) else None
+    documents = read_documents(file, tokenizer, vocab_size=config["vocab_size"])
+    return draw_windows(documents, spec=file, positions=most_positions(config), seq_len=seq_len, seed=seed)
 
 
 class Blocks:

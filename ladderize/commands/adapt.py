@@ -4,7 +4,6 @@ import importlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ladderize.adapt.data_files import HUB
 from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions
 from ladderize.adapt.methods import ALIGN, BLOCKS, FULL, LORA, Method
 from ladderize.adapt.train.options import RetrainOptions
@@ -22,6 +21,7 @@ from ladderize.commands.builder import (
 )
 from ladderize.commands.shared import loading, show_layers, start_on, start_server
 from ladderize.console import Console
+from ladderize.data.files import HUB
 from ladderize.errors import UsageError
 from ladderize.ranks.device import default_device
 

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from glob import has_magic
 from typing import TYPE_CHECKING, Any
 
-from ladderize.adapt.data_files import HUB, data_files, split_weight
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.choices import BackendName, DeviceName, flag
 from ladderize.commands.builder import GivenOptions
 from ladderize.console import Console
+from ladderize.data.files import HUB, data_files, split_weight
 from ladderize.errors import UserError
 from ladderize.families.registry import find_family
 from ladderize.files.regular import split_name

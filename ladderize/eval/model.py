@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from ladderize.console import sentence
-from ladderize.data import needs_tokenizer
+from ladderize.data.windows import needs_tokenizer
 from ladderize.errors import LadderizeError, UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvaluatedModel

@@ -19,7 +19,7 @@ import torch
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.choices import flag, identity
 from ladderize.console import SILENT, Console, strict_json
-from ladderize.data import check_data_file
+from ladderize.data.files import data_files
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.compare import compare_models, read_models
 from ladderize.eval.model import EvalModel, HFModel, OpenModel
@@ -58,7 +58,7 @@ def evaluate(options: EvalOptions, *, open_model: OpenModel | None = None, conso
         baseline = stack.enter_context(open_baseline(options, ranks))
         # errors that are certain are found before any model is loaded
         if options.perplexity is not None:
-            check_data_file(options.perplexity)
+            data_files(options.perplexity, "--perplexity")
         folders = [open_checkpoint(name, options.revision, sound="any").folder for name in names]
         if options.resume:
             output.models = ranks.broadcast(output.earlier())  # all ranks leave out the tasks that are done

@@ -21,9 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ladderize import data
 from ladderize.blocks import check_finite
 from ladderize.console import sentence
+from ladderize.data.windows import cut_windows, default_seq_len, read_documents
 from ladderize.errors import UserError
 from ladderize.eval.compare import bootstrapped
 from ladderize.eval.options import EvalOptions
@@ -149,11 +149,11 @@ def text_windows(
     Raises UserError for a text that cannot be read, or a length beyond the model's positions.
     """
     assert options.perplexity is not None
-    documents = data.read_documents(options.perplexity, tokenizer, vocab_size=vocab_size)
-    seq_len = options.seq_len or data.default_seq_len(documents, options.perplexity, positions)
+    documents = read_documents(options.perplexity, tokenizer, vocab_size=vocab_size)
+    seq_len = options.seq_len or default_seq_len([options.perplexity], positions)
     if not 2 <= seq_len <= positions:
         raise UserError(f"--seq-len {seq_len} must be between 2 and the {positions} positions of the model")
-    return data.windows(documents, seq_len)[: options.windows]
+    return cut_windows(documents, seq_len)[: options.windows]
 
 
 def ids_sha256(windows: list[np.ndarray]) -> str:

@@ -18,7 +18,7 @@ from ladderize.checkpoint.config import stored_dtype
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import CalibrationData, SensitivityDocument
-from ladderize.data import file_sha256
+from ladderize.data.files import file_sha256
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
 from ladderize.layout import Layout

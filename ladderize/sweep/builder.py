@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from ladderize.adapt.data_files import HUB, data_files, split_weight
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.choices import options_from
 from ladderize.console import SILENT
-from ladderize.data import file_sha256
+from ladderize.data.files import HUB, data_files, file_sha256, split_weight
 from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.tasks import open_tasks, tasks_digest

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from ladderize.adapt.data_files import HUB
 from ladderize.adapt.methods import ALIGN, Method
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.choices import near_names, options_from
 from ladderize.commands.adapt import adapt_options
 from ladderize.commands.convert import ConvertOptions
 from ladderize.convert.recipe import Recipe
+from ladderize.data.files import HUB
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.options import MARGIN, EvalOptions, check_margin, check_task_names
 from ladderize.files.parsing import read_yaml

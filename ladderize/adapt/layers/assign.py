@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.data.sources import row_of_ids
 from ladderize.adapt.layers.assign_layer import ApartBlock, BlockTokens, Members, cheapest_ranks, descend
 from ladderize.adapt.layers.layer_files import assigned_weights
 from ladderize.adapt.layers.measures import Contender, heldout_measures
@@ -29,7 +28,7 @@ from ladderize.console import SILENT, Console
 from ladderize.convert.assignment import ASSIGNMENT, AssignmentReport, RankAssignment
 from ladderize.convert.inspection import read_retrainings
 from ladderize.convert.recipe import Recipe
-from ladderize.data import draw_windows
+from ladderize.data.windows import draw_windows, row_of_ids
 from ladderize.errors import UserError
 from ladderize.layout import APART, DELAYED, Layout
 from ladderize.ranks.device import default_device

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from ladderize.adapt.data.sources import source_sha256
-from ladderize.adapt.data_files import data_files
 from ladderize.adapt.layers.document import METHODS, LayerMethod, LayersDocument, SpdBlock, WindowData
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, assigned_weights
 from ladderize.adapt.layers.measures import Contender, heldout_measures
@@ -26,6 +24,7 @@ from ladderize.convert.assignment import RankAssignment, assignment_of
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
+from ladderize.data.files import data_files, source_sha256
 from ladderize.errors import UserError
 from ladderize.eval.results import Perplexity
 from ladderize.files import output

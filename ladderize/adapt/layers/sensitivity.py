@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ladderize import data
 from ladderize.adapt.layers.layout_scores import score_layouts
 from ladderize.adapt.layers.options import SensitivityOptions, default_tokens
 from ladderize.adapt.layers.windows import Windows, split_windows
@@ -23,6 +22,7 @@ from ladderize.convert.sensitivity_file import (
     layer_changes,
     layer_costs,
 )
+from ladderize.data.files import file_sha256
 from ladderize.errors import UserError
 from ladderize.files.documents import check_writable, read_own, write_json
 from ladderize.files.unfinished import Unfinished, work_folder
@@ -59,7 +59,7 @@ def write_sensitivity(
         layout.check_model(checkpoint.config)
     if drawn is None:
         windows = read_windows(checkpoint, options.data, seq_len=options.seq_len, seed=options.seed)
-        drawn = windows, data.file_sha256(options.data)
+        drawn = windows, file_sha256(options.data)
     scored, to_align = split_drawn(checkpoint, options, drawn[0], console)
     dtype = stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype
     aligned = to_align and AlignmentWindows(*to_align.sizes)

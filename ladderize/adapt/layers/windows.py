@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.data.examples import EncodedRow, Encoder
-from ladderize.adapt.data.sources import open_rows, row_of_ids
+from ladderize.adapt.data.sources import open_rows
 from ladderize.adapt.data.training_data import ROWS_AT_ONCE, drawn_numbers, usual_heldout
 from ladderize.adapt.layers.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, LEAST_WINDOWS_HELDOUT, WindowOptions
 from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console
-from ladderize.data import draw_windows, needs_tokenizer
+from ladderize.data.formats import tell_left_out
+from ladderize.data.windows import default_seq_len, draw_windows, needs_tokenizer
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
-from ladderize.rows import tell_left_out
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def training_windows(checkpoint: Checkpoint, options: WindowOptions, console: Co
     positions, tokens = most_positions(checkpoint.config), options.least_tokens(checkpoint.config)
     enough = None
     if tokens is not None:
-        seq_len = options.seq_len or min(row_of_ids([options.data]) or 2048, positions)
+        seq_len = options.seq_len or default_seq_len([options.data], positions)
         count = (options.samples or tokens // seq_len + 1) + (options.heldout or 0)
         enough = 2 * (count + LEAST_WINDOWS_HELDOUT) * seq_len
     drawn = draw_windows(

@@ -16,7 +16,7 @@ from ladderize.console import SILENT, Console
 from ladderize.convert.pipeline import ConversionReport, convert_checkpoint
 from ladderize.convert.plan import Changes, check_stays, without_code
 from ladderize.convert.recipe import Recipe
-from ladderize.data import file_sha256
+from ladderize.data.files import file_sha256
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.documents import read_document, read_json

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ladderize.adapt.data_files import check_sources, data_files, hub_dataset, split_weight
 from ladderize.adapt.layers.options import SAMPLES
 from ladderize.adapt.lora import LORA_TARGETS
 from ladderize.adapt.methods import (
@@ -22,6 +21,7 @@ from ladderize.adapt.methods import (
 )
 from ladderize.checkpoint.config import most_positions
 from ladderize.choices import DEVICE, SEQ_LEN, check_options, flag, option, split_names
+from ladderize.data.files import check_sources, data_files, hub_dataset, split_weight
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
@@ -259,10 +259,10 @@ class RetrainOptions(Record):
         last.
         Raises UserError for options that do not go together.
         """
-        from ladderize.adapt.data.sources import row_of_ids  # it needs numpy, and the command line does not
+        from ladderize.data.windows import default_seq_len  # it needs numpy, and the command line does not
 
         positions = most_positions(config)
-        seq_len = self.seq_len or min(row_of_ids(self.data) or 2048, positions)
+        seq_len = self.seq_len or default_seq_len(self.data, positions)
         if seq_len > positions:
             raise UserError(f"--seq-len {seq_len} is more than the {positions} positions that the model supports")
         tokens, parts = self.max_tokens, ranks * accumulation

@@ -14,7 +14,6 @@ from accelerate.tracking import get_available_trackers
 from torch import Tensor
 
 from ladderize.adapt.data.training_data import open_data
-from ladderize.adapt.data_files import split_weight
 from ladderize.adapt.layers.options import AlignOptions, start_tokens
 from ladderize.adapt.layers.rewrite import adapt_layers
 from ladderize.adapt.lora import ADAPTATION
@@ -30,6 +29,7 @@ from ladderize.adapt.train.training_model import HFTraining, TrainingModel, plac
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import SILENT, Console, human_count
 from ladderize.convert.inspection import ALIGNMENT, read_retrainings
+from ladderize.data.files import split_weight
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.documents import read_own

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from accelerate.utils import parse_flag_from_env
 
-from ladderize.adapt.data.sources import source_identity
 from ladderize.adapt.lora import lora_config
 from ladderize.adapt.methods import CONVERTED, LORA
 from ladderize.adapt.teacher import check_pair
@@ -19,6 +18,7 @@ from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint, torch_dtype
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.convert.inspection import read_retrainings
+from ladderize.data.files import source_identity
 from ladderize.errors import UserError
 from ladderize.files.regular import resolved
 from ladderize.layout import Layout, parse_ranges
