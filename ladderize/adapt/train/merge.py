@@ -8,6 +8,7 @@ from typing import Any
 
 from ladderize.adapt.lora import ADAPTATION, ADAPTER_CONFIG, ADAPTER_TENSORS, AdapterBase, read_adapter_config
 from ladderize.adapt.methods import METRICS
+from ladderize.adapt.options import MergeOptions
 from ladderize.adapt.train.adapter import write_merged
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint, check_entries
@@ -30,56 +31,49 @@ TOKENIZER_FILES = (
 )
 
 
-def merge(
-    adapter: str | Path,
-    out: str | Path,
-    *,
-    base: str | None = None,
-    console: Console = SILENT,
-    overwrite: bool = False,
-    verify: bool = True,
-    revision: str | None = None,
-) -> ConversionReport:
-    """Write ``out``: the adapter's base with the adapter merged into it by PEFT. Returns a report.
+def merge(options: MergeOptions, *, console: Console = SILENT) -> ConversionReport:
+    """Write ``options.out``: the adapter's base with the adapter merged into it by PEFT. Returns a report.
 
     One module is in memory at a time, in float32 (or float64, if stored so). Changed weights are rounded once, to
-    their stored dtype; until ``out`` is written they lie beside it a second time.
+    their stored dtype; until OUT is written they lie beside it a second time.
 
-    base, revision: the base, where it is not the one that the adapter names.
-    verify: load ``out`` in plain transformers.
     Raises UserError.
     """
-    folder, out = Path(adapter).expanduser(), resolved(out, "OUT ")
+    folder, out = Path(options.adapter).expanduser(), resolved(options.out, "OUT ")
     output.clean_up(out)
     document = check_adapter(folder)
     trained = AdapterBase.from_dict(document.get("base"), f"{folder / ADAPTATION}: base") if document else None
-    if base is None:
-        base, revision, checkpoint = open_named_base(folder, trained, revision)
+    if options.base is None:
+        base, revision, checkpoint = open_named_base(folder, trained, options.revision)
     else:
-        checkpoint = open_checkpoint(base, revision)
-    layout, found = Layout.from_config(checkpoint.config), fingerprint(checkpoint)
-    if trained and (trained.fingerprint != found or trained != replace(trained, **layout.to_config())):
+        base, revision, checkpoint = options.base, options.revision, open_checkpoint(options.base, options.revision)
+    layout, digest = Layout.from_config(checkpoint.config), fingerprint(checkpoint)
+    if trained and (trained.fingerprint != digest or trained != replace(trained, **layout.to_config())):
         raise UserError(
             f"{base} has other weights or another layout ({layout}) than the checkpoint that {folder} was trained on"
             f" ({trained.layout}); name that one with --base"
         )
-    digest = file_sha256(str(folder / ADAPTER_TENSORS))
-    record = {"merged_adapter": {"adapter": str(folder), "sha256": digest, "base_fingerprint": found}}
     for source in (folder, checkpoint.folder):
-        output.check_target(out, source, overwrite=overwrite)
+        output.check_target(out, source, overwrite=options.overwrite)
     with output.scratch_folder(out) as scratch:
         with console.stage("merging"), console.contained():
-            replaced, config = write_merged(folder, checkpoint, base, scratch)
-        story = story_of(folder, document)
-        files = story.pop("extra_files") | (adapter_tokenizer(folder) if "vocab_size" in config else {})
+            tensors, config = write_merged(folder, checkpoint, base, scratch)
+        files, note = story_of(folder, document)
+        if "vocab_size" in config:
+            files |= adapter_tokenizer(folder)
+        sha256 = file_sha256(str(folder / ADAPTER_TENSORS))
+        record = {"adapter": str(folder), "sha256": sha256, "base_fingerprint": digest}
+        changes = Changes(
+            replace=tensors, config=config, record={"merged_adapter": record}, extra_files=files, note=note
+        )
         return convert_checkpoint(
             base,
             out,
             Recipe(),
-            Changes(replace=replaced, config=config, record=record, extra_files=files, **story),
+            changes,
             revision=revision,
-            overwrite=overwrite,
-            verify=verify,
+            overwrite=options.overwrite,
+            verify=options.verify,
             console=console,
         )
 
@@ -137,14 +131,14 @@ def adapter_tokenizer(folder: Path) -> dict[str, str]:
     return {name: read_text(folder / name) for name in names} | without_code(folder, names)
 
 
-def story_of(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of an adapter's training, as fields of ``Changes``."""
+def story_of(folder: Path, document: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    """Return the files that tell of an adapter's training, and a note for the model card."""
     from ladderize.adapt.train.outcome import Adaptation
 
     files = [folder / name for name in (ADAPTATION, METRICS) if document and (folder / name).is_file()]
     for path in files:
         check_stays(path, folder)
-    story: dict[str, Any] = {"extra_files": {path.name: read_text(path) for path in files}}
+    note = ""
     with contextlib.suppress(UserError):  # there may be none, or another tool's
-        story["note"] = Adaptation.from_dict(document, ADAPTATION).card_note()
-    return story
+        note = Adaptation.from_dict(document, ADAPTATION).card_note()
+    return {path.name: read_text(path) for path in files}, note
