@@ -19,6 +19,7 @@ from ladderize.commands import (
     generate,
     inspect,
     merge,
+    parser,
     plan,
     report,
     sensitivity,
@@ -29,7 +30,7 @@ from ladderize.console import is_text
 from ladderize.demo.command import demo
 from ladderize.errors import UsageError
 from ladderize.ranks.environment import end_rank, launched
-from ladderize.sweep.command import sweep_command
+from ladderize.sweep.command import sweep
 
 app = typer.Typer(
     name="ladderize",
@@ -95,8 +96,8 @@ def root(
 
 CONVERT, RECOVER, MEASURE = "Convert", "Recover accuracy", "Measure and run"
 add(app, CONVERT, plan.plan)
-add(app, CONVERT, convert.convert)
-add(app, CONVERT, inspect.inspect)
+parser.add(app, CONVERT, convert.convert)
+parser.add(app, CONVERT, inspect.inspect)
 add(app, CONVERT, sensitivity.sensitivity)
 add(app, RECOVER, spd.spd)
 add(app, RECOVER, adapt.adapt)
@@ -105,7 +106,7 @@ add(app, MEASURE, evaluate.evaluate, "eval")
 add(app, MEASURE, compare.compare)
 add(app, MEASURE, bench.bench)
 add(app, MEASURE, calibrate.calibrate)
-add(app, MEASURE, report.report)
+parser.add(app, MEASURE, report.report)
 add(app, MEASURE, generate.generate)
-add(app, MEASURE, sweep_command, "sweep")
-add(app, MEASURE, demo)
+parser.add(app, MEASURE, sweep)
+parser.add(app, MEASURE, demo)

@@ -9,7 +9,8 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
-from ladderize.choices import OPTION, Option, check_number, described, flag, near_names, parameter_name
+from ladderize.choices import OPTION, Option, check_value, described, flag, near_names, parameter_name
+from ladderize.commands import parser
 from ladderize.errors import UsageError, UserError
 
 NOT_IN_FILES = {"config", "help"}
@@ -171,7 +172,9 @@ def command(
 
 
 def add(app: typer.Typer, panel: str, function: Any, name: str | None = None) -> None:
-    """Add a function that ``command`` made to the command line."""
+    """Add a function that ``command`` made, or one of options, to the command line."""
+    if not hasattr(function, "__signature__"):
+        function = parser.typed(function, False)
     app.command(name, rich_help_panel=panel)(function)
 
 
@@ -257,7 +260,8 @@ def _built(name: str, known: Option, hint: Any, default: Any, panel: str, callba
 
 def _field_value(field: Field, value: Any) -> Any:
     """Return a field's value from the command line's."""
-    check_number(field, value)
+    if isinstance(value, float):
+        check_value(field, float, value)
     known: Option | None = field.metadata.get(OPTION)
     if known is not None and known.parse is not None:
         return known.parse(value)

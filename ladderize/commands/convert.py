@@ -1,13 +1,23 @@
-"""``convert``."""
+"""Convert a checkpoint to a layout, and show what was written."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ladderize.adapt.layers.options import AssignOptions
-from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, REVISION, argument, flag, option
-from ladderize.commands.builder import LAYOUT, MODELS, OUTPUT, GivenOptions, command, names_of
+from ladderize.adapt.layers.options import HEADS, NEURONS, AssignOptions, assign_names, check_assign
+from ladderize.choices import (
+    AS_JSON,
+    DEVICE,
+    LAYOUT,
+    NO_VERIFY,
+    OUTPUT,
+    OVERWRITE,
+    REVISION,
+    DeviceName,
+    argument,
+    flag,
+    option,
+)
 from ladderize.commands.shared import LOADING, start_on
 from ladderize.console import Console, human_bytes
 from ladderize.convert.recipe import Recipe, read_recipe
@@ -18,109 +28,122 @@ if TYPE_CHECKING:
     from ladderize.convert.pipeline import ConversionReport
     from ladderize.convert.plan import Changes
 
+SHARING, WEIGHTS = "Who shares a rank", "Weights"  # titles of the help
 
-@dataclass(frozen=True)
-class ConvertArguments:
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(Recipe):
+    """The options of ``ladderize convert``: a recipe, or the file that holds one, and what is done with it."""
+
     src: str = argument("SRC", "A checkpoint: folder or hub id. It is never changed.")
     out: str = argument("OUT", "The folder to write. It appears whole or not at all.")
     recipe: Path | None = option(
-        "Read these options from YAML: a recipe, or the ladderize.yaml of a checkpoint.", metavar="FILE"
+        "Read these options from YAML: a recipe, or the ladderize.yaml of a checkpoint.", panel=LAYOUT, metavar="FILE"
     )
-    copy: bool = option("Copy unchanged weights instead of hard-linking them.", False)
-    dry_run: bool = option("Show what would be done and write nothing.", False)
+    assign: tuple[str, ...] = option(
+        "Assign KV groups, MLP neurons or both to the ranks where they lose least: heads, neurons.",
+        (),
+        panel=SHARING,
+        metavar="A,B",
+        parse=assign_names,
+        shown="none",
+        needs="data",
+    )
+    data: str | None = option("The text or ids to assign by.", panel=SHARING, metavar="FILE", needs="assign")
+    device: DeviceName | None = option(DEVICE, panel=SHARING, needs="assign")
+    copy: bool = option("Copy unchanged weights instead of hard-linking them.", False, panel=WEIGHTS, decides=False)
+    dry_run: bool = option("Show what would be done and write nothing.", False, panel=OUTPUT, decides=False)
     overwrite: bool = option(OVERWRITE, False)
     verify: bool = option(NO_VERIFY, True)
-    revision: str | None = option(REVISION)
     as_json: bool = option(AS_JSON, False)
+    revision: str | None = option(REVISION)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_assign(self.assign)
+        if self.assign and self.assignment is not None:
+            raise UsageError("--assign computes what --assignment reads from a file; give one of them")
+        asked = [field.name for field in fields(Recipe) if getattr(self, field.name) is not None]
+        if self.recipe is not None and asked:
+            raise UsageError(f"--recipe and {flag(asked[0])} cannot be combined; give one of them")
+
+    @property
+    def asked(self) -> Recipe:
+        """The recipe of the options, or of the file of --recipe. Raises UserError for a file that holds none."""
+        if self.recipe is not None:
+            return read_recipe(self.recipe)
+        return Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
 
 
-@command(
-    ConvertArguments,
-    AssignOptions,
-    Recipe,
-    panels={
-        LAYOUT: "ladder delayed spd sync_tp_size dense recipe",
-        "Who shares a rank": "assign data device assignment",
-        "Weights": "dtype copy",
-        OUTPUT: "dry_run overwrite no_verify json",
-        MODELS: "revision",
-    },
-    configurable=False,
-)
-def convert(given: GivenOptions) -> None:
+def convert(options: ConvertOptions) -> None:
     """Convert a checkpoint to a layout of overlapped, delayed and dropped all-reduces.
 
     Weights keep their values, except with --dtype. --assign and --assignment change the order of heads and neurons,
     which changes nothing in a dense model. Layers that no option names stay as they are in SRC.
     """
-    from ladderize.convert.pipeline import convert_checkpoint
-
-    own, assigning = given.fill(ConvertArguments), given.fill(AssignOptions)
-    src, out, recipe, dry_run = own.src, own.out, own.recipe, own.dry_run
-    asked = asked_recipe(given)
-    if assigning.assign and asked.assignment is not None:
-        raise UsageError("--assign computes what --assignment reads from a file; give one of them")
-    console = Console(own.as_json)
-    how: dict[str, Any] = {"revision": own.revision, "copy": own.copy, "overwrite": own.overwrite}
-    how |= {"dry_run": dry_run, "verify": own.verify, "console": console}
+    console = Console(options.as_json)
     try:
-        changes = assigned(src, out, asked, assigning, how) if assigning.assign else None
-        report = convert_checkpoint(src, out, asked, changes, **how)
+        report = _converted(options, console)
     except RangeSyntaxError as error:
-        if recipe is None:
+        if options.recipe is None:
             raise
-        raise UserError(f"{recipe}: {error}") from None
+        raise UserError(f"{options.recipe}: {error}") from None
     console.document(report.to_dict())
     for warning in report.warnings:
         console.warn(warning)
-    if dry_run:
+    if options.dry_run:
         console.table(report.layers, right=["layer"])
         console.result("")
     console.result(f"layout   {_layout_in_words(report)}")
-    console.result(
-        f"weights  {human_bytes(report.weight_bytes)} in {len(report.weight_files)} files, {_weights_in_words(report)}"
-    )
-    for what, layers in {"heads": report.moved_heads, "neurons": report.moved_neurons}.items():
+    size, files = human_bytes(report.weight_bytes), len(report.weight_files)
+    console.result(f"weights  {size} in {files} files, {_weights_in_words(report)}")
+    for title, layers in {HEADS: report.moved_heads, NEURONS: report.moved_neurons}.items():
         if layers:
-            console.result(f"{what:<8} reordered in layers {format_ranges(layers)}")
-    if dry_run:
-        files = [*report.weight_files, *report.carried_over, *report.extra_files]
-        files.append("config.json, README.md, ladderize.yaml and the model code")
-        console.result(f"files    {', '.join(files)}")
+            console.result(f"{title:<8} reordered in layers {format_ranges(layers)}")
+    if options.dry_run:
+        names = [*report.weight_files, *report.carried_over, *report.extra_files]
+        names.append("config.json, README.md, ladderize.yaml and the model code")
+        console.result(f"files    {', '.join(names)}")
     if report.not_carried_over:
         console.result(f"skipped  {', '.join(report.not_carried_over)} (not carried over)")
-    console.result(f"{'would write' if dry_run else 'wrote'} {out}")
+    console.result(f"{'would write' if options.dry_run else 'wrote'} {options.out}")
 
 
-def assigned(src: str, out: str, asked: Recipe, options: AssignOptions, how: Mapping[str, Any]) -> "Changes":
-    """Return the changes that an assignment makes; with --dry-run none, since nothing is computed.
+def _converted(options: ConvertOptions, console: Console) -> "ConversionReport":
+    """Convert, and with --assign assign first."""
+    from ladderize.convert.pipeline import convert_checkpoint
 
-    how: the options of the conversion, which is planned first: its faults are told before the work.
-    """
-    console = how["console"]
+    recipe = options.asked
+
+    def converted(changes: "Changes | None" = None, *, dry_run: bool = options.dry_run) -> "ConversionReport":
+        return convert_checkpoint(
+            options.src,
+            options.out,
+            recipe,
+            changes,
+            revision=options.revision,
+            copy=options.copy,
+            dry_run=dry_run,
+            overwrite=options.overwrite,
+            verify=options.verify,
+            console=console,
+        )
+
+    if not options.assign:
+        return converted()
     with console.stage(LOADING):
         device = start_on(options.device, None)
         from ladderize.adapt.layers.assign import apart_layers, assign_ranks, assignable
-        from ladderize.convert.pipeline import convert_checkpoint
         from ladderize.convert.plan import Changes
 
-    convert_checkpoint(src, out, asked, **{**how, "dry_run": True})
-    if how["dry_run"]:
-        _, layout = assignable(src, asked, how["revision"])
+    report = converted(dry_run=True)  # whose faults are told before the work
+    if options.dry_run:
+        _, layout = assignable(options.src, recipe, options.revision)
         console.note(f"would assign {' and '.join(options.assign)} in layers {format_ranges(apart_layers(layout))}")
-        return Changes()
-    options = replace(options, device=device)
-    return Changes(assignment=assign_ranks(src, asked, options, revision=how["revision"], console=console))
-
-
-def asked_recipe(given: GivenOptions) -> Recipe:
-    """Return the recipe of --recipe, or of the other options. Raises UsageError for both."""
-    recipe = given.fill(ConvertArguments).recipe
-    if recipe is None:
-        return given.fill(Recipe)
-    if clash := [name for name in given.names if name in names_of(Recipe)]:
-        raise UsageError(f"--recipe and {flag(clash[0])} cannot be combined; give one of them")
-    return read_recipe(recipe)
+        return report
+    assigning = AssignOptions(assign=options.assign, data=options.data, device=device)
+    assignment = assign_ranks(options.src, recipe, assigning, revision=options.revision, console=console)
+    return converted(Changes(assignment=assignment))
 
 
 def _layout_in_words(report: "ConversionReport") -> str:
@@ -131,6 +154,6 @@ def _layout_in_words(report: "ConversionReport") -> str:
 
 def _weights_in_words(report: "ConversionReport") -> str:
     if report.weights is not None:
-        return " and ".join(f"{count} {how}" for how, count in report.weights.items())
+        return " and ".join(f"{count} {way}" for way, count in report.weights.items())
     rewritten = len(report.weight_files_rewritten)
     return f"{rewritten} to be rewritten, {len(report.weight_files) - rewritten} to be taken over as they are"

@@ -1,33 +1,35 @@
-"""``inspect``."""
+"""Show what a checkpoint is."""
 
 from dataclasses import dataclass
 
-from ladderize.choices import AS_JSON, REVISION, argument, option
-from ladderize.commands.builder import MODELS, OUTPUT, GivenOptions, command
+from ladderize.choices import AS_JSON, OUTPUT, REVISION, argument, check_options, option
 from ladderize.console import Console
 
 
 @dataclass(frozen=True)
-class InspectArguments:
+class InspectOptions:
     model: str = argument("MODEL", "A checkpoint: folder or hub id (only its .json files are downloaded).")
-    tp_size: int | None = option("TP size to count bytes for.", min=2, shown="the layout's sync_tp_size, else up to 8")
-    layers: bool = option("Print the table of all layers too.", False)
-    revision: str | None = option(REVISION)
+    tp_size: int | None = option(
+        "TP size to count bytes for.", panel=OUTPUT, min=2, shown="the layout's sync_tp_size, else up to 8"
+    )
+    layers: bool = option("Print the table of all layers too.", False, panel=OUTPUT)
     as_json: bool = option(AS_JSON, False)
+    revision: str | None = option(REVISION)
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
-@command(InspectArguments, panels={OUTPUT: "tp_size layers json", MODELS: "revision"}, configurable=False)
-def inspect(given: GivenOptions) -> None:
+def inspect(options: InspectOptions) -> None:
     """Show a checkpoint's layout, and its sync points and bytes per token beside the dense model's."""
     from ladderize.convert.inspection import inspect_checkpoint
 
-    own = given.fill(InspectArguments)
-    console = Console(own.as_json)
-    report = inspect_checkpoint(own.model, revision=own.revision, tp_size=own.tp_size)
+    console = Console(options.as_json)
+    report = inspect_checkpoint(options.model, revision=options.revision, tp_size=options.tp_size)
     console.document(report.to_dict())
     if report.refusal is not None:
         console.warn(f"convert would refuse it: {report.refusal}")
-    if own.layers:
+    if options.layers:
         console.table(report.layers, right=["layer"])
         console.result("")
     console.result(f"model       {report.model} ({report.model_type})")

@@ -1,38 +1,36 @@
-"""``report``."""
+"""Draw accuracy against speed on one page."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.choices import AS_JSON, argument, option
-from ladderize.commands.builder import MEASUREMENT, OUTPUT, GivenOptions, command
+from ladderize.choices import AS_JSON, MEASUREMENT, OUTPUT, argument, check_options, option
 from ladderize.console import Console
 
 
 @dataclass(frozen=True)
-class ReportArguments:
+class ReportOptions:
     sources: tuple[Path, ...] = argument(
         "DIR_OR_JSON...",
         "A sweep's folder; or results.json, bench.json, sensitivity.json, or folders with these or with a retraining's"
         " metrics.jsonl.",
     )
-    out: Path = option("Write the page to FILE.html.", Path("report.html"), metavar="FILE")
+    out: Path = option("Write the page to FILE.html.", Path("report.html"), panel=OUTPUT, metavar="FILE")
     markdown: Path | None = option(
-        "Also write FILE.md, for a README or a model card, and its pictures to FILE-pictures/.", metavar="FILE"
-    )
-    margin: float | None = option(
-        "How much accuracy may be lost, in points.", metavar="POINTS", shown="the sweep's, else 1"
+        "Also write FILE.md, for a README or a model card, and its pictures to FILE-pictures/.",
+        panel=OUTPUT,
+        metavar="FILE",
     )
     as_json: bool = option(AS_JSON, False)
+    margin: float | None = option(
+        "How much accuracy may be lost, in points.", panel=MEASUREMENT, metavar="POINTS", shown="the sweep's, else 1"
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
-@command(
-    ReportArguments,
-    panels={OUTPUT: "out markdown json", MEASUREMENT: "margin"},
-    configurable=False,
-)
-def report(given: GivenOptions) -> None:
+def report(options: ReportOptions) -> None:
     """Show accuracy against speed on one page: an HTML file that needs no network."""
-    options = given.fill(ReportArguments)
     console = Console(options.as_json)
     from ladderize.report.page import write_report
 

@@ -2,10 +2,10 @@
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from glob import has_magic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ladderize.adapt.data_files import HUB, data_files, split_weight
 from ladderize.checkpoint.opening import open_sound_checkpoint
@@ -26,17 +26,17 @@ LOADING = "loading torch and transformers"  # the first line of a command that c
 
 
 @contextmanager
-def loading(given: GivenOptions, console: Console, text: str = LOADING) -> Iterator[None]:
-    """Check what a command reads, then show that the block imports for seconds."""
-    check_named_models(given)
-    check_named_data(given, console)
+def loading(options: Any, console: Console, text: str = LOADING) -> Iterator[None]:
+    """Check what the options of a command name, then show that the block imports for seconds."""
+    params = options.params if isinstance(options, GivenOptions) else vars(options)
+    check_named_models(params)
+    check_named_data(params, console)
     with console.stage(text):
         yield
 
 
-def check_named_models(given: GivenOptions) -> None:
+def check_named_models(params: Mapping[str, Any]) -> None:
     """Raise UserError or LayoutError for models that are not sound, or that the ranks cannot share. Needs no torch."""
-    params = given.params
     models = [*(params.get("models") or ()), params.get("model"), params.get("distill_from")]
     for model in filter(None, models):
         config = open_sound_checkpoint(model, params.get("revision")).config
@@ -46,10 +46,10 @@ def check_named_models(given: GivenOptions) -> None:
             check_split(config, params.get(name) or 1, name=flag(name))
 
 
-def check_named_data(given: GivenOptions, console: Console) -> None:
+def check_named_data(params: Mapping[str, Any], console: Console) -> None:
     """Print which files a folder or a glob stands for. Raises UserError for data that are not there."""
     for name in ("data", "eval_data", "perplexity", "prompt_file"):
-        value = given.params.get(name) or ()
+        value = params.get(name) or ()
         for source in value if isinstance(value, list | tuple) else [str(value)]:
             path = split_name(split_weight(source)[0])[0]
             if source.startswith(HUB) or path.is_file():

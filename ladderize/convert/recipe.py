@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from ladderize.choices import check_options, option
+from ladderize.choices import LAYOUT, check_options, option
 from ladderize.errors import UsageError, UserError
 from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
@@ -25,26 +25,34 @@ class Recipe:
     """
 
     ladder: str | None = option(
-        f"Layers whose all-reduces are overlapped (Ladder Residual): {RANGES}.", metavar="RANGES"
+        f"Layers whose all-reduces are overlapped (Ladder Residual): {RANGES}.", panel=LAYOUT, metavar="RANGES"
     )
     delayed: str | None = option(
-        "The same, but each rank reads its own part of a sum at once, and the others' late.", metavar="RANGES"
+        "The same, but each rank reads its own part of a sum at once, and the others' late.",
+        panel=LAYOUT,
+        metavar="RANGES",
     )
-    spd: str | None = option("Layers whose attention all-reduce is dropped (Sync-Point Drop).", metavar="RANGES")
+    spd: str | None = option(
+        "Layers whose attention all-reduce is dropped (Sync-Point Drop).", panel=LAYOUT, metavar="RANGES"
+    )
     sync_tp_size: int | None = option(
         "With --delayed and --spd: TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide"
         " it.",
+        panel=LAYOUT,
         min=1,
         shown="as in SRC",
     )
     dense: str | None = option(
         "Layers to make blocking again before the others are named; all: the family's own plain model.",
+        panel=LAYOUT,
         metavar="RANGES",
     )
     dtype: Literal["float32", "float16", "bfloat16"] | None = option(
-        "Dtype to store weights in: float32, bfloat16 or float16.", metavar="DTYPE", shown="as in SRC"
+        "Dtype to store weights in: float32, bfloat16 or float16.", panel="Weights", metavar="DTYPE", shown="as in SRC"
     )
-    assignment: str | None = option("Assign heads and neurons to ranks as this assignment.json says.", metavar="FILE")
+    assignment: str | None = option(
+        "Assign heads and neurons to ranks as this assignment.json says.", panel="Who shares a rank", metavar="FILE"
+    )
     attention_sync: tuple[str, ...] | None = None
     mlp_sync: tuple[str, ...] | None = None
 

@@ -5,8 +5,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from ladderize.choices import AS_JSON, option
-from ladderize.commands.builder import OUTPUT, GivenOptions, command
+from ladderize.choices import AS_JSON, OUTPUT, option
 from ladderize.commands.shared import LOADING
 from ladderize.console import Console
 
@@ -15,27 +14,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DemoArguments:
+class DemoOptions:
     out: Path = option(
-        "Keep everything here. The same command goes on with an earlier demo.", Path("ladderize-demo"), metavar="DIR"
+        "Keep everything here. The same command goes on with an earlier demo.",
+        Path("ladderize-demo"),
+        panel=OUTPUT,
+        metavar="DIR",
     )
-    quick: bool = option("Two layouts and few samples: a minute.", False)
+    quick: bool = option("Two layouts and few samples: a minute.", False, panel=OUTPUT)
     as_json: bool = option(AS_JSON, False)
 
 
-@command(DemoArguments, panels={OUTPUT: "out quick json"}, configurable=False)
-def demo(given: GivenOptions) -> None:
+def demo(options: DemoOptions) -> None:
     """Sweep layouts of the bundled tiny Llama, from conversion to speed, and write a report."""
-    own = given.fill(DemoArguments)
-    console = Console(own.as_json)
+    console = Console(options.as_json)
     with console.stage(LOADING):
         from ladderize.demo.inputs import MEASURED, as_typed, demo_folder, write_inputs
         from ladderize.report.page import check_libraries, write_report
         from ladderize.sweep.run import run_sweep
         from ladderize.sweep.show import check_stages, show_models
     check_libraries()  # not after minutes of work
-    folder = demo_folder(own.out)
-    yaml = write_inputs(folder, quick=own.quick)
+    folder = demo_folder(options.out)
+    yaml = write_inputs(folder, quick=options.quick)
     root, page = folder / MEASURED, folder / "report.html"
     console.note(f"$ ladderize sweep {quote(as_typed(yaml))}")
     document = run_sweep(yaml, console=console)

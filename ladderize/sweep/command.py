@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.choices import AS_JSON, argument, option
-from ladderize.commands.builder import OUTPUT, GivenOptions, command
+from ladderize.choices import AS_JSON, OUTPUT, argument, option
 from ladderize.commands.shared import LOADING
 from ladderize.console import Console
 from ladderize.errors import UsageError
@@ -13,26 +12,29 @@ EXAMPLE = Path(__file__).parent / "example.yaml"
 
 
 @dataclass(frozen=True)
-class SweepArguments:
+class SweepOptions:
     file: Path | None = argument("FILE", "What to measure: a YAML file; see --write-example.", None)
     out: Path | None = option(
-        "Keep everything here. The same command goes on with what is there.", metavar="DIR", shown="the file's key out"
+        "Keep everything here. The same command goes on with what is there.",
+        panel=OUTPUT,
+        metavar="DIR",
+        shown="the file's key out",
     )
-    dry_run: bool = option("Show what would run. Nothing is written.", False)
+    dry_run: bool = option("Show what would run. Nothing is written.", False, panel=OUTPUT)
     print_commands: bool = option(
-        "Print the command of each stage, and what must be done before: for Slurm or make. Nothing is run.", False
+        "Print the command of each stage, and what must be done before: for Slurm or make. Nothing is run.",
+        False,
+        panel=OUTPUT,
     )
-    prune: bool = option("Remove outputs that FILE no longer asks for.", False)
-    write_example: bool = option("Print an example of FILE.", False)
+    prune: bool = option("Remove outputs that FILE no longer asks for.", False, panel=OUTPUT)
+    write_example: bool = option("Print an example of FILE.", False, panel=OUTPUT)
     as_json: bool = option(AS_JSON, False)
 
 
-@command(SweepArguments, panels={OUTPUT: "out dry_run print_commands prune write_example json"}, configurable=False)
-def sweep_command(given: GivenOptions) -> None:
+def sweep(options: SweepOptions) -> None:
     """Measure a grid of layouts from conversion to accuracy and speed. What is complete is kept and reused."""
-    arguments = given.fill(SweepArguments)
-    file, out, console = arguments.file, arguments.out, Console(arguments.as_json)
-    if arguments.write_example:
+    file, out, console = options.file, options.out, Console(options.as_json)
+    if options.write_example:
         console.result(EXAMPLE.read_text(encoding="utf-8").rstrip("\n"))
         return
     if file is None:
@@ -44,16 +46,16 @@ def sweep_command(given: GivenOptions) -> None:
     with console.stage(LOADING):
         from ladderize.sweep.run import plan_sweep, run_sweep
         from ladderize.sweep.show import check_stages, plan_document, plan_script, show_models, show_stages
-    if arguments.dry_run or arguments.print_commands:
+    if options.dry_run or options.print_commands:
         plan, _ = plan_sweep(file, out, console=console)
         document = plan_document(plan, root)
         console.document(document)
-        if arguments.print_commands:
+        if options.print_commands:
             console.result(plan_script(plan, root))
         else:
             show_stages(document, console)
         return
-    swept = run_sweep(file, out, prune=arguments.prune, console=console)
+    swept = run_sweep(file, out, prune=options.prune, console=console)
     console.document(swept.to_dict())
     show_models(root, console)
     console.result(f"\nwrote {root / SWEEP_JSON}; `ladderize report {root} --out report.html` shows all of it")

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from ladderize.adapt.data_files import HUB
-from ladderize.adapt.layers.options import AssignOptions
 from ladderize.adapt.methods import ALIGN, Method
 from ladderize.checkpoint.opening import open_sound_checkpoint
-from ladderize.choices import near_names
+from ladderize.choices import near_names, options_from
 from ladderize.commands.adapt import adapt_options
-from ladderize.commands.convert import asked_recipe
+from ladderize.commands.convert import ConvertOptions
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.options import MARGIN, EvalOptions, check_margin
@@ -270,8 +269,9 @@ def _layouts(entries: list[tuple[str, Any]], data: Given) -> Iterator[LayoutChoi
                 if isinstance(options.get("data"), list):
                     raise UserError(f"{at}: assign reads one file; give this entry a data of its own")
             with errors_begin_with(at):
-                asked = parsed_options(words_of("convert", ["SRC", "OUT"], {}, options))
-                recipe, assign = asked_recipe(asked), asked.fill(AssignOptions).assign
+                words_of("convert", ["SRC", "OUT"], {}, options)
+                asked = options_from(ConvertOptions, {"src": "SRC", "out": "OUT", **options})
+                recipe, assign = asked.asked, asked.assign
                 if not recipe.names_layers:
                     raise UserError("names no layers; give ladder, delayed, spd or a recipe (dense is always a point)")
             yield LayoutChoice(at, name, options, recipe, assign)
