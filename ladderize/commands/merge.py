@@ -4,15 +4,12 @@ from pathlib import Path
 
 from ladderize.adapt.lora import read_adapter_config
 from ladderize.adapt.options import MergeOptions
-from ladderize.commands.builder import MODELS, OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING
 from ladderize.console import Console, human_bytes
 
 
-@command(MergeOptions, panels={MODELS: "base revision", OUTPUT: "overwrite no_verify json"}, configurable=False)
-def merge(given: GivenOptions) -> None:
+def merge(options: MergeOptions) -> None:
     """Merge a LoRA adapter into its base model, and write an ordinary checkpoint."""
-    options = given.fill(MergeOptions)
     console = Console(options.as_json)
     read_adapter_config(Path(options.adapter).expanduser())
     with console.stage(LOADING):

@@ -9,9 +9,9 @@ from typing import Any, cast, get_args
 
 from ladderize.adapt.data_files import HUB
 from ladderize.adapt.methods import ALIGN, Method
+from ladderize.adapt.options import AdaptOptions
 from ladderize.checkpoint.opening import open_sound_checkpoint
 from ladderize.choices import near_names, options_from
-from ladderize.commands.adapt import adapt_options
 from ladderize.commands.convert import ConvertOptions
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UsageError, UserError
@@ -22,7 +22,7 @@ from ladderize.files.regular import names_a_file, resolved
 from ladderize.layout import Layout, check_split
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_bench_usage
 from ladderize.runtime.shards import check_runnable
-from ladderize.sweep.stages import Given, adapt_words, errors_begin_with, outputs_in, parsed_options, words_of
+from ladderize.sweep.stages import SHARDS, Given, adapt_words, errors_begin_with, outputs_in, parsed_options, words_of
 from ladderize.sweep_document import AS_CONVERTED
 
 KEYS = ("model", "out", "data", "layouts", "adapt", "eval", "bench", "margin", "no_verify")
@@ -317,7 +317,16 @@ def _stages(entry: Any, at: str, data: Given) -> Iterator[AdaptStage]:
         raise UserError(f"{at}: promote is {promote}, but must be at least 1")
     for options in grid(given, "adapt"):
         with errors_begin_with(at):
-            adapt_options(parsed_options(adapt_words("MODEL", "OUTPUT", method, "DENSE", options, True)[0]))
+            adapt_words("MODEL", "OUTPUT", method, "DENSE", options, True)  # names what a sweep may not give
+            taught = method not in SHARDS or bool(options.get("distill_weight", 1))
+            given_options = {name: value for name, value in options.items() if taught or name != "distill_weight"}
+            given_options |= {
+                "model": "MODEL",
+                "out": "OUT",
+                "method": method,
+                "distill_from": "DENSE" if taught else None,
+            }
+            options_from(AdaptOptions, given_options)
         yield AdaptStage(cast(Method, method), options, promote)
 
 

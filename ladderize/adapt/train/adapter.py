@@ -8,7 +8,7 @@ import copy
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +33,17 @@ EMBEDDING_MODULE, HEAD_MODULE = (end.removesuffix(".weight") for end in ENDS)
 WRAPPERS = re.compile(r"\.(base_layer|token_adapter|modules_to_save|original_module)(?=\.)")
 
 
-@dataclass(frozen=True)
-class Injected:
-    """The modules that PEFT changes for an adapter.
+@dataclass
+class AdaptedModel:
+    """A base with the adapter in ``folder``. First what PEFT changes, then tensors by name.
 
     config: the adapter's, with the names of its targets.
     shapes: of the tensors of the adapter, by PEFT's names in files.
     lora: the modules with LoRA, without values.
     saved: the modules that the adapter replaces.
     tokens: the modules of which it replaces rows: the rows, and the name of the tensor that holds them.
-    """
-
-    config: LoraConfig
-    shapes: Mapping[str, tuple[int, ...]]
-    lora: dict[str, nn.Module]
-    saved: set[str]
-    tokens: dict[str, tuple[list[int], str]]
-
-
-@dataclass(frozen=True)
-class AdaptedModel:
-    """A base with the adapter in ``folder``, which fits it: no tensor of the adapter is missing or left over.
-
-    tensors: the adapter's, by PEFT's names in files.
     vocab_size: the rows of both ends; the adapter may hold more than the base has.
+    tensors: the adapter's, by PEFT's names in files.
     stored: the base's tensors by name; a tied LM head is one of them.
     sources: the same, or what the adapter holds in their stead.
     ends_are_one: PEFT trained both ends of a tied model as one.
@@ -64,22 +51,21 @@ class AdaptedModel:
 
     folder: Path
     base: Checkpoint
-    injected: Injected
-    tensors: Mapping[str, TensorInfo]
     vocab_size: int
-    stored: Mapping[str, TensorInfo]
-    sources: Mapping[str, TensorInfo]
-    ends_are_one: bool
+    config: LoraConfig
+    shapes: Mapping[str, tuple[int, ...]]
+    tensors: Mapping[str, TensorInfo]
+    lora: dict[str, nn.Module] = field(default_factory=dict)
+    saved: set[str] = field(default_factory=set)
+    tokens: dict[str, tuple[list[int], str]] = field(default_factory=dict)
+    stored: dict[str, TensorInfo] = field(default_factory=dict)
+    sources: dict[str, TensorInfo] = field(default_factory=dict)
+    ends_are_one: bool = False
 
     def read(self, name: str) -> Tensor:
         """Return a tensor without its LoRA: float64 where the base stores it so, else float32."""
         dtype = torch.float64 if self.stored[name].dtype == "F64" else torch.float32
         return read_tensor(self.base.folder, self.sources[name], dtype=dtype)
-
-    def adapter_tensors(self, module: str) -> dict[str, Tensor]:
-        """Return the tensors of a module's LoRA."""
-        keys = [key for key in self.injected.shapes if key.startswith(f"{PEFT_PREFIX}{module}.")]
-        return {key: read_tensor(self.base.folder, self.tensors[key]) for key in keys}
 
 
 def write_merged(
@@ -96,10 +82,17 @@ def write_merged(
     with peft_errors(folder, name), torch.no_grad():
         model = adapted_model(folder, base)
         for number, (tensor, values) in enumerate(merged_tensors(model)):
-            file = scratch / f"{number}.safetensors"
-            if write_rounded(file, model, tensor, values, name):
+            stored = read_tensor(base.folder, model.stored[tensor])
+            rounded = values.to(stored.dtype)
+            if not rounded.isfinite().all():
+                too_large = f"too large for {stored.dtype}; convert {name} to bfloat16 first"
+                problem = too_large if values.isfinite().all() else f"NaN or infinite; {folder} is broken"
+                raise UserError(f"{tensor} with its LoRA is {problem}")
+            if not torch.equal(rounded, stored):
+                file = scratch / f"{number}.safetensors"
+                write_tensors(file, {tensor: (rounded.dtype, rounded.shape)}, {tensor: rounded}.__getitem__)
                 changed |= locate_tensors(file)
-            del values  # before the next one is computed
+            del values, stored, rounded  # before the next one is computed
     config: dict[str, Any] = {}
     if model.vocab_size != base.config["vocab_size"]:
         config["vocab_size"] = model.vocab_size
@@ -111,24 +104,6 @@ def write_merged(
             changed[HEAD] = head
             config["tie_word_embeddings"] = False
     return changed, config
-
-
-def write_rounded(file: Path, model: AdaptedModel, tensor: str, values: Tensor, name: str) -> bool:
-    """Write ``file`` with a merged tensor in its stored dtype, unless it is the base's; return whether it was written.
-
-    name: the base's, for messages.
-    Raises UserError for values that the dtype cannot hold.
-    """
-    stored = read_tensor(model.base.folder, model.stored[tensor])
-    rounded = values.to(stored.dtype)
-    if not rounded.isfinite().all():
-        too_large = f"too large for {stored.dtype}; convert {name} to bfloat16 first"
-        problem = too_large if values.isfinite().all() else f"NaN or infinite; {model.folder} is broken"
-        raise UserError(f"{tensor} with its LoRA is {problem}")
-    if torch.equal(rounded, stored):
-        return False
-    write_tensors(file, {tensor: (rounded.dtype, rounded.shape)}, {tensor: rounded}.__getitem__)
-    return True
 
 
 @contextlib.contextmanager
@@ -145,41 +120,41 @@ def peft_errors(folder: Path, name: str) -> Iterator[None]:
 
 
 def adapted_model(folder: Path, base: Checkpoint) -> AdaptedModel:
-    """Return the base with the adapter; raises UserError where they do not fit."""
+    """Return the base with the adapter, of which no tensor is missing or left over; raises UserError where they do not
+    fit."""
     tensors = locate_tensors(folder / ADAPTER_TENSORS)
     # PEFT may store copies of a tensor. It loads the one with the plain name, which is the shortest.
     whole = {plain_name(key): tensors[key] for key in sorted(tensors, key=len, reverse=True)}
     ends = [whole[end] for end in ENDS if end in whole]
     vocab_size = max((end.shape[0] for end in ends if end.shape), default=base.config["vocab_size"])
     config = {**base.config, "vocab_size": vocab_size}
-    injected = inject(folder, replace(base, config=config))
+    model = inject(folder, replace(base, config=config), tensors)
     plain_shapes = expected_tensors({**config, "tie_word_embeddings": False})
     shapes = {key: plain_shapes[plain_name(key)] for key in tensors if plain_name(key) in plain_shapes}
-    for module, (_, key) in injected.tokens.items():
+    for module, (_, key) in model.tokens.items():
         if rows_key(module) in tensors:  # of a tied head PEFT may store a copy
-            shapes[rows_key(module)] = injected.shapes[key]
-    check_adapter_tensors(folder, tensors, {**shapes, **injected.shapes}, vocab_size)
+            shapes[rows_key(module)] = model.shapes[key]
+    check_adapter_tensors(folder, tensors, {**shapes, **model.shapes}, vocab_size)
 
     tied = dict.fromkeys(ENDS, base.tensors[EMBEDDING]) if is_tied(base.config) else {}
-    stored = {**base.tensors, **tied}
+    model.stored = {**base.tensors, **tied}
     separate, shared = {}, {}
     for tensor in whole.keys() & plain_shapes.keys():
-        is_saved = tensor.removesuffix(".weight") in injected.saved
-        if tensor in tied and not is_saved:
+        if tensor in tied and tensor.removesuffix(".weight") not in model.saved:
             shared = dict.fromkeys(ENDS, whole[tensor])  # the two are one parameter
         else:
             separate[tensor] = whole[tensor]
-    sources = {**stored, **shared, **separate}
+    model.sources = {**model.stored, **shared, **separate}
     for end in ENDS:
-        check_rows(folder, sources[end].shape[0], vocab_size)
-    for rows, _ in injected.tokens.values():
+        check_rows(folder, model.sources[end].shape[0], vocab_size)
+    for rows, _ in model.tokens.values():
         check_rows(folder, max([*rows, vocab_size - 1]) + 1, vocab_size)
-    ends_are_one = is_tied(base.config) and injected.config.ensure_weight_tying
-    if ends_are_one:  # the embedding's changes are the head's
-        injected.lora.pop(HEAD_MODULE, None)
-        injected.tokens.pop(HEAD_MODULE, None)
-        sources[HEAD] = stored[HEAD]
-    return AdaptedModel(folder, base, injected, tensors, vocab_size, stored, sources, ends_are_one)
+    model.ends_are_one = is_tied(base.config) and model.config.ensure_weight_tying
+    if model.ends_are_one:  # the embedding's changes are the head's
+        model.lora.pop(HEAD_MODULE, None)
+        model.tokens.pop(HEAD_MODULE, None)
+        model.sources[HEAD] = model.stored[HEAD]
+    return model
 
 
 def plain_name(key: str) -> str:
@@ -187,35 +162,32 @@ def plain_name(key: str) -> str:
     return WRAPPERS.sub("", key.removeprefix(PEFT_PREFIX))
 
 
-def inject(folder: Path, base: Checkpoint) -> Injected:
-    """Return what PEFT makes of the base with this adapter. It has no values meanwhile."""
+def rows_key(module: str) -> str:
+    """Return PEFT's name of the trained rows of a module."""
+    return f"{PEFT_PREFIX}{module}.token_adapter.trainable_tokens_delta"
+
+
+def inject(folder: Path, base: Checkpoint, tensors: Mapping[str, TensorInfo]) -> AdaptedModel:
+    """Return the modules that PEFT makes of the base with this adapter. The base has no values meanwhile."""
     config = LoraConfig.from_pretrained(str(folder))
     structure = copy.deepcopy(config)
     structure.init_lora_weights = True  # others compute with the base's values
     with torch.device("meta"):
-        model = get_peft_model(skeleton(base), structure)
+        injected = get_peft_model(skeleton(base), structure)
     config.target_modules = structure.target_modules  # "all-linear" is resolved
-    shapes = get_peft_model_state_dict(model, save_embedding_layers=False)
-    lora: dict[str, nn.Module] = {}
-    saved: set[str] = set()
-    tokens: dict[str, tuple[list[int], str]] = {}
-    for name, module in model.get_base_model().named_modules():
+    state = get_peft_model_state_dict(injected, save_embedding_layers=False)
+    shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    model = AdaptedModel(folder, base, base.config["vocab_size"], config, shapes, tensors)
+    for name, module in injected.get_base_model().named_modules():
         if isinstance(module, LoraLayer) and ".base_layer" not in name:  # PEFT wraps a module again for each parameter
-            lora[name] = module.get_base_layer()
+            model.lora[name] = module.get_base_layer()
         elif isinstance(module, ModulesToSaveWrapper):
-            saved.add(name)
+            model.saved.add(name)
         elif isinstance(module, TrainableTokensWrapper):
             rows = module.token_adapter
-            tokens[name] = (
-                rows.token_indices["default"],
-                rows_key(name if rows.tied_adapter is None else EMBEDDING_MODULE),
-            )
-    return Injected(config, {key: tuple(tensor.shape) for key, tensor in shapes.items()}, lora, saved, tokens)
-
-
-def rows_key(module: str) -> str:
-    """Return PEFT's name of the trained rows of a module."""
-    return f"{PEFT_PREFIX}{module}.token_adapter.trainable_tokens_delta"
+            owner = name if rows.tied_adapter is None else EMBEDDING_MODULE
+            model.tokens[name] = rows.token_indices["default"], rows_key(owner)
+    return model
 
 
 def check_adapter_tensors(
@@ -250,31 +222,33 @@ def check_rows(folder: Path, rows: int, vocab_size: int) -> None:
 
 def merged_tensors(model: AdaptedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that are not the base's by name, one module's at a time."""
-    for module in model.injected.lora:
+    for module in model.lora:
         yield from merge_lora(model, module)
-    for module, (rows, key) in model.injected.tokens.items():
+    for module, (rows, key) in model.tokens.items():
         values = model.read(f"{module}.weight")
         values[rows] = read_tensor(model.base.folder, model.tensors[key], dtype=values.dtype)
         yield f"{module}.weight", values
-    computed = (*model.injected.lora, *model.injected.tokens)
     for tensor, source in model.sources.items():
-        if source is not model.stored[tensor] and tensor.rpartition(".")[0] not in computed:
+        is_computed = tensor.rpartition(".")[0] in {*model.lora, *model.tokens}
+        if source is not model.stored[tensor] and not is_computed:
             yield tensor, model.read(tensor)
 
 
 def merge_lora(model: AdaptedModel, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's tensors with its LoRA: PEFT adapts a model of this module alone."""
-    module = copy.deepcopy(model.injected.lora[name])
+    module = copy.deepcopy(model.lora[name])
     module.load_state_dict({key: model.read(f"{name}.{key}") for key in module.state_dict()}, assign=True)
-    for part in reversed(name.split(".")):
+    for level in reversed(name.split(".")):
         holder = nn.Module()
-        holder.add_module(part, module)
+        holder.add_module(level, module)
         module = holder
-    config = copy.copy(model.injected.config)
+    config = copy.copy(model.config)
     config.task_type = config.modules_to_save = config.trainable_token_indices = None
     config.ensure_weight_tying = False
     adapted = get_peft_model(module, config)
-    loaded = set_peft_model_state_dict(adapted, model.adapter_tensors(name))
+    keys = [key for key in model.shapes if key.startswith(f"{PEFT_PREFIX}{name}.")]
+    tensors = {key: read_tensor(model.base.folder, model.tensors[key]) for key in keys}
+    loaded = set_peft_model_state_dict(adapted, tensors)
     if loaded.unexpected_keys:
         raise UserError(f"PEFT leaves out {loaded.unexpected_keys[0]} of {model.folder}")
     merged = adapted.merge_and_unload().get_submodule(name)

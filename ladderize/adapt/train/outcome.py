@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from safetensors.torch import load_file
 
-from ladderize.adapt.lora import ADAPTATION, AdapterBase, adapter_base, not_an_adapter, write_adapter
+from ladderize.adapt.lora import ADAPTATION, AdapterBase, not_an_adapter, write_adapter
 from ladderize.adapt.methods import METRICS
 from ladderize.adapt.options import Objective
 from ladderize.adapt.teacher import check_improved, target_text
@@ -157,7 +157,7 @@ def write_outcome(
         dtype=identity["dtype"],
         fingerprints={"model": progress.model, "teacher": identity["teacher"]},
         criterion=criterion,
-        base=adapter_base(task.checkpoint, task.model) if task.is_lora else None,
+        base=AdapterBase.of(task.checkpoint, task.model) if task.is_lora else None,
     )
     weights, document = work.weights(chosen), {**adaptation.to_dict(), RUN: digest}
     files = {ADAPTATION: to_json(document) + "\n", METRICS: work.metrics.read_text()}

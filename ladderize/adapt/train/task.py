@@ -10,7 +10,6 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import parse_flag_from_env
 
 from ladderize.adapt.data.sources import source_identity
-from ladderize.adapt.data_files import HUB, data_files, split_weight
 from ladderize.adapt.lora import lora_config
 from ladderize.adapt.methods import CONVERTED, LORA
 from ladderize.adapt.options import LORA_FIELDS, AdaptOptions
@@ -162,11 +161,6 @@ class Task:
 def open_task(options: AdaptOptions, launch: Launch) -> Task:
     """Return the task of these options; raises UserError or LayoutError where models and options do not go together."""
     model, tp_size = options.model, options.tp_size
-    for name, _ in map(split_weight, options.data):
-        if not name.startswith(HUB):
-            data_files(name)
-    for name in options.eval_data:
-        data_files(name, "--eval-data")
     checkpoint, teacher = open_checkpoint(model), None
     layout, history = Layout.from_config(checkpoint.config), read_retrainings(checkpoint.folder)
     if options.align and (history or layout.is_dense):
