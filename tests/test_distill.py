@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from ladderize.adapt.layers.distill import BlockTrainer, teacher_pass
-from ladderize.adapt.layers.layer_files import LayerFolder, StudentBlocks
+from ladderize.adapt.layers.layer_files import StudentBlocks
 from ladderize.adapt.layers.options import BlockwiseOptions
 from ladderize.commands import adapt as adapt_command
 from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
-from ladderize.errors import UserError
 from ladderize.layout import Layout
 from tests.helpers import (
     LAYOUTS,
@@ -132,17 +131,3 @@ def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path):
     assert listing(tmp_path / "out.ladderize-work") == ["layer-00001.safetensors", "run.json"]
     assert "out" not in listing(tmp_path)
     assert adapt(pair, tmp_path / "out").code == 0
-
-
-def test_work_of_another_run_is_not_mixed_in(tmp_path):
-    """tests/test_align_command.py has work with other options."""
-    folder = tmp_path / "w"
-    with LayerFolder(folder, {"a": 1}) as work:
-        with pytest.raises(UserError, match="another run is using"):
-            LayerFolder(folder, {"a": 1})
-        LayerFolder(folder, {}, main=False)  # another rank of the same run
-        work.remove()
-    folder.mkdir()
-    (folder / "mine.txt").write_text("not ladderize's")
-    with pytest.raises(UserError, match="not a folder of unfinished work"):
-        LayerFolder(folder, {"a": 2})

@@ -23,7 +23,7 @@ sys.argv[:2] = ["ladderize"]
 from ladderize.cli import main
 main()
 """
-BEFORE_TIDYING = "ladderize.files.work:WorkFolder.remove"
+BEFORE_TIDYING = "ladderize.files.unfinished:Unfinished.remove"
 COMPLETE = "is complete: this command wrote it in an earlier run"
 
 

@@ -19,7 +19,7 @@ from ladderize.eval.options import EvalOptions
 from ladderize.eval.tasks import open_tasks, tasks_digest
 from ladderize.families.registry import family_of
 from ladderize.files.regular import names_a_file, split_name
-from ladderize.files.work import run_digest
+from ladderize.files.unfinished import run_digest
 from ladderize.layout import Layout
 from ladderize.ranks.device import cores, processor
 from ladderize.sweep.stages import (

@@ -19,7 +19,7 @@ from ladderize.commands.evaluate import evaluate
 from ladderize.commands.merge import merge
 from ladderize.commands.shared import command_line
 from ladderize.errors import LadderizeError, UserError
-from ladderize.files.work import run_digest
+from ladderize.files.unfinished import run_digest
 
 Words = tuple[str, ...]  # of a command line, without the program
 Given = Mapping[str, Any]  # option -> value, as a file has them

@@ -47,7 +47,7 @@ def options(larger, model, out, **more):
         "seq_len": TOKENS,
     }
     given |= {"distill_from": str(larger / "dense"), "heldout": 0, "write": "last"}
-    return AdaptOptions(data=(str(larger / "ids.npy"),), device="cpu", verify=False, **{**given, **more})
+    return AdaptOptions(device="cpu", verify=False, **{**paths, **given, **more})
 
 
 class Peak(TorchDispatchMode):

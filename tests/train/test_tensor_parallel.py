@@ -47,7 +47,7 @@ def options(place, model, out, tp_size=1, schedule=SEQUENTIAL, **more):
     sizes = {"max_steps": STEPS, "batch_size": 4, "micro_batch_size": 2, "seq_len": 2 * LENGTH, "eval_every": 8}
     rates = {"lr": 1e-3, "warmup_steps": 2, "max_grad_norm": CLIPPED[1]}
     how = {"device": "cpu", "tp_size": tp_size, "schedule": schedule}
-    return AdaptOptions(**{**files, **sizes, **rates, **how, **more})
+    return AdaptOptions(**{**paths, **files, **sizes, **rates, **how, **more})
 
 
 def taught(place):

@@ -19,10 +19,11 @@ from ladderize.errors import UserError
 from ladderize.files.parsing import parse_json
 from ladderize.files.records import OwnRecord, Record
 from ladderize.files.temporaries import fsync
-from ladderize.files.work import WorkFolder
+from ladderize.files.unfinished import Unfinished
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 
+LAYERS_COMMAND = "adapt --method align or blocks, or spd"
 LayerWeights = Callable[[int], Mapping[str, Tensor]]  # of a layer, by their names within it
 
 
@@ -95,10 +96,8 @@ class LayerFiles:
         return {name: info for layer in layers for name, info in locate_tensors(self.path(layer)).items()}
 
 
-class LayerFolder(WorkFolder):
-    """The work folder of finished layers, and of what ``ladderize spd`` measures before."""
-
-    COMMAND = "adapt --method align or blocks, or spd"
+class LayerFolder(Unfinished):
+    """Finished layers, and what ``ladderize spd`` measures before."""
 
     @property
     def files(self) -> LayerFiles:

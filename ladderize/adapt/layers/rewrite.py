@@ -14,7 +14,7 @@ from ladderize.adapt.data_files import data_files
 from ladderize.adapt.layers.align import LayerReport, align
 from ladderize.adapt.layers.distill import BlockReport, distill
 from ladderize.adapt.layers.document import FILES, LayersDocument, SpdBlock, WindowData
-from ladderize.adapt.layers.layer_files import LayerFolder, LayerJob, StudentBlocks, assigned_weights
+from ladderize.adapt.layers.layer_files import LAYERS_COMMAND, LayerFolder, LayerJob, StudentBlocks, assigned_weights
 from ladderize.adapt.layers.measures import Contender, heldout_measures
 from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions, WindowOptions, layers_to_rewrite
 from ladderize.adapt.layers.windows import Windows, training_windows
@@ -33,7 +33,7 @@ from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.documents import read_own
 from ladderize.files.regular import resolved
-from ladderize.files.work import RUN, is_written_by, run_digest, work_folder
+from ladderize.files.unfinished import RUN_SHA256, is_written_by, run_digest, tidy, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
 
@@ -95,12 +95,12 @@ class LayerTask:
         earlier = self.ranks.broadcast({} if self.overwrite else read_own(out / FILES[self.method]))
         if is_written_by(earlier, out, run_digest(identity)):
             if self.ranks.is_main:
-                LayerFolder.tidy(folder, identity, out, self.console)
+                tidy(folder, LAYERS_COMMAND, identity, out, self.console)
             return None
         for source in (self.source, self.dense):
             output.check_target(Path(self.out), source.folder, overwrite=self.overwrite)
         with self.ranks.main_first():
-            return LayerFolder(folder, identity, main=self.ranks.is_main, console=self.console)
+            return LayerFolder(folder, LAYERS_COMMAND, identity, main=self.ranks.is_main, console=self.console)
 
     def written(self) -> LayersDocument | None:
         """Return the document of the earlier run that wrote OUT; None on other ranks than 0."""
@@ -128,7 +128,7 @@ def open_layer_task(
     source, dense = open_checkpoint(model, revision), open_checkpoint(teacher, revision if teacher == model else None)
     check_pair(source, dense, model, teacher)
     check_related(source, dense, model, teacher)
-    if overwrite or not any(RUN in read_own(resolved(out) / file) for file in FILES.values()):
+    if overwrite or not any(RUN_SHA256 in read_own(resolved(out) / file) for file in FILES.values()):
         for checkpoint in (source, dense):
             output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
     with console.stage("reading the data"):
@@ -241,7 +241,7 @@ def rewrite_layers(
         spd=blocks,
         **layout.to_config(),
     )
-    text = to_json({**document.to_dict(), RUN: run_digest(identity)}) + "\n"
+    text = to_json({**document.to_dict(), RUN_SHA256: run_digest(identity)}) + "\n"
     record = {"teacher": task.teacher, "fingerprints": document.fingerprints, "layers": format_ranges(layers), **about}
     changes = Changes(
         assignment=assignment,
@@ -253,5 +253,4 @@ def rewrite_layers(
     recipe = Recipe() if blocks is None else Recipe.from_layout(layout)
     how: dict[str, Any] = {name: getattr(task, name) for name in ("overwrite", "verify", "revision", "console")}
     convert_checkpoint(task.model, task.out, recipe, changes, **how)
-    work.remove()
     return document

@@ -23,7 +23,7 @@ from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.records import Record
-from ladderize.files.work import RUN, work_folder
+from ladderize.files.unfinished import RUN_SHA256, work_folder
 from ladderize.layout import format_ranges
 
 
@@ -159,7 +159,7 @@ def write_outcome(
         criterion=criterion,
         base=AdapterBase.of(task.checkpoint, task.model) if task.is_lora else None,
     )
-    weights, document = work.weights(chosen), {**adaptation.to_dict(), RUN: digest}
+    weights, document = work.weights(chosen), {**adaptation.to_dict(), RUN_SHA256: digest}
     files = {ADAPTATION: to_json(document) + "\n", METRICS: work.metrics.read_text()}
     if adaptation.base is not None:
         tensors = load_file(weights)

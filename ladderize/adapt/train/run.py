@@ -22,7 +22,7 @@ from ladderize.adapt.methods import FULL, LORA
 from ladderize.adapt.options import AdaptOptions
 from ladderize.adapt.train.loop import Loop
 from ladderize.adapt.train.outcome import Adaptation, check_out, check_unchanged, chosen_step, write_outcome
-from ladderize.adapt.train.states import TrainingFolder
+from ladderize.adapt.train.states import STATES, TRAINING_COMMAND, TrainingFolder
 from ladderize.adapt.train.student import make_student, make_teacher, open_model
 from ladderize.adapt.train.task import Launch, Task, open_task, sharding_asked
 from ladderize.adapt.train.teacher_cache import with_answers
@@ -35,7 +35,7 @@ from ladderize.errors import UsageError, UserError
 from ladderize.files import output
 from ladderize.files.documents import read_own
 from ladderize.files.regular import resolved
-from ladderize.files.work import is_written_by, run_digest, work_folder
+from ladderize.files.unfinished import is_written_by, run_digest, tidy, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.memory import release
 from ladderize.modeling import load_tokenizer
@@ -137,12 +137,12 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) 
     if ranks.broadcast(ranks.is_main and is_written_by(written, out, digest)):
         if not ranks.is_main:
             return None
-        TrainingFolder.tidy(folder, identity, out, console)
+        tidy(folder, TRAINING_COMMAND, identity, out, console)
         return Adaptation.from_dict(written, ADAPTATION)
     check_out(task)
     rows, heldout, counts = read_data(task, ranks, console)
     with ranks.main_first():
-        work = TrainingFolder(folder, identity, main=ranks.is_main, console=console)
+        work = TrainingFolder(folder, TRAINING_COMMAND, identity, pieces=STATES, main=ranks.is_main, console=console)
     if not folder.is_dir():
         raise UserError(f"{folder} is visible to the main process only; name an OUT that all machines can see")
     with work:
@@ -176,7 +176,6 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) 
         document = None
         if ranks.is_main:
             document = write_outcome(task, progress, work, chosen, counts, identity, digest, console)
-            work.remove()
         for tracker in accelerator.trackers:  # ``end_training`` would end the process group too, which is not ours
             tracker.finish()
     return document

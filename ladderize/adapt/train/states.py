@@ -22,11 +22,13 @@ from ladderize.errors import UserError
 from ladderize.files.documents import read_json
 from ladderize.files.records import Record
 from ladderize.files.temporaries import fsync, fsync_tree
-from ladderize.files.work import WorkFolder
+from ladderize.files.unfinished import Unfinished
 
+TRAINING_COMMAND = "adapt --method full or lora"
 STATE, STATES_KEPT = "state.json", 2
 STATE_BYTES, WEIGHT_BYTES = 12, 4  # per trained number: a state (weights and two moments), and weights alone
 DIGITS = 8 * "[0-9]"
+STATES = f"step-{DIGITS}/{STATE}"
 # what reading a state that is cut off, or of something else, raises
 DAMAGED = OSError, ValueError, KeyError, RuntimeError, EOFError, UserError, SafetensorError, pickle.UnpicklingError
 
@@ -86,10 +88,9 @@ class Progress(Record):
     metrics_bytes: int = 0
 
 
-class TrainingFolder(WorkFolder):
-    """The work folder of a training: states named by their step, weights, and metrics.jsonl."""
+class TrainingFolder(Unfinished):
+    """An unfinished training: states named by their step, weights, and metrics.jsonl."""
 
-    COMMAND = "adapt --method full or lora"
     at: int | None = None  # the step of the state that this process wrote or read last
 
     @property
@@ -101,10 +102,7 @@ class TrainingFolder(WorkFolder):
 
     def states(self) -> list[Path]:
         """Return the folders of whole states, the last one last."""
-        return [path for path in sorted(self.folder.glob(f"step-{DIGITS}")) if (path / STATE).is_file()]
-
-    def has_work(self) -> bool:
-        return bool(self.states())
+        return [path.parent for path in sorted(self.folder.glob(STATES))]
 
     def latest(self) -> int | None:
         """Return the last step from which training can resume; None where there is none."""

@@ -33,7 +33,7 @@ from ladderize.checkpoint.tensors import write_tensors
 from ladderize.console import Console, sentence
 from ladderize.errors import UserError
 from ladderize.files.regular import resolved, split_name
-from ladderize.files.work import run_digest
+from ladderize.files.unfinished import run_digest
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.training.batch import ANSWERS, LIKELIEST, Batch
 

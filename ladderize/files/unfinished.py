@@ -1,0 +1,141 @@
+"""Unfinished work: a folder beside OUT with the pieces that a run has finished, so that a killed run goes on."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from ladderize.console import SILENT, Console
+from ladderize.errors import UserError
+from ladderize.files.documents import read_own, write_json
+from ladderize.files.regular import resolved
+from ladderize.files.temporaries import lock_folder
+
+RUN_FILE, RUN_SHA256 = "run.json", "run_sha256"  # a run's identity; the key of its digest in a document in OUT
+Folder = TypeVar("Folder", bound="Unfinished")
+
+
+class Unfinished:
+    """A locked folder of a run's finished pieces, with the run's identity in ``run.json``.
+
+    As a context it is removed when the block, which makes the result whole, is done. An error keeps the pieces.
+
+    command: the command of ladderize that makes such pieces.
+    identity: what a run must have in common with the one whose pieces it goes on with, as JSON.
+    pieces: a pattern of what could be missed; where nothing matches, another run begins anew.
+    main: of several processes the one that makes, locks and removes the folder.
+    Raises UserError where the folder holds other files, another run's pieces, or is in use.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        command: str,
+        identity: Mapping[str, Any],
+        *,
+        pieces: str = "*",
+        main: bool = True,
+        console: Console = SILENT,
+    ) -> None:
+        self.folder, self.pieces, self.console = folder, pieces, console
+        self.lock: int | None = None
+        if main:
+            try:
+                self._open({**json.loads(json.dumps(identity)), "command": command})
+            except BaseException:
+                self._unlock()
+                raise
+
+    def _open(self, identity: dict[str, Any]) -> None:
+        while self.lock is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self.lock = lock_folder(self.folder)
+            except BlockingIOError:
+                raise UserError(f"another run is using {self.folder}; wait for it, or choose another OUT") from None
+        earlier = read_own(self.folder / RUN_FILE)
+        if not earlier and any(not path.name.startswith(f".{RUN_FILE}.") for path in self.folder.iterdir()):
+            raise UserError(f"{self.folder} is not empty and not a folder of unfinished work; choose another OUT")
+        different = [key for key, value in sorted(identity.items()) if earlier.get(key) != value]
+        if earlier and "command" in different:
+            changes = f"command ({earlier.get('command')})"
+        else:
+            changes = " and ".join(_changed(key, earlier.get(key), identity[key]) for key in different)
+        if earlier and different and ("command" in different or self.has_pieces()):
+            raise UserError(
+                f"{self.folder} holds unfinished work of a run with another {changes}; give the old value again, delete"
+                " it to start again, or choose another OUT"
+            )
+        if different:
+            write_json(self.folder / RUN_FILE, identity)
+
+    def has_pieces(self) -> bool:
+        return any(path.name != RUN_FILE for path in self.folder.glob(self.pieces))
+
+    def __enter__(self: Folder) -> Folder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self.lock is None or not self.folder.is_dir():
+                return
+            if error is None or not self.has_pieces():
+                self.remove()
+            elif isinstance(error, KeyboardInterrupt):
+                self.console.note(f"stopped; {self.folder} keeps what is done, and the same command goes on from there")
+        finally:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+    def remove(self) -> None:
+        """Delete the folder. The record goes last, so that the next run knows the folder if this one is killed."""
+        for path in sorted(self.folder.iterdir(), key=lambda path: path.name == RUN_FILE):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.folder.rmdir()
+
+
+def _changed(key: str, old: object, new: object) -> str:
+    """Return the key, with both values where they are numbers, which may be defaults that nobody gave."""
+    return f"{key} ({old}, now {new})" if isinstance(old, int | float) and isinstance(new, int | float) else key
+
+
+def work_folder(out: str | Path) -> Path:
+    """Return the folder of unfinished work beside OUT. Raises UserError where OUT has nothing beside it."""
+    target = resolved(out, "OUT ")
+    if not target.name:
+        raise UserError(f"OUT {out} has no folder beside it for unfinished work; name a folder inside it")
+    return target.with_name(f"{target.name}.ladderize-work")
+
+
+# ---- a run that was killed after its output appeared ----
+
+
+def run_digest(identity: Mapping[str, Any]) -> str:
+    """Return a hash of all that decides a run's result. A document in OUT holds it as ``RUN_SHA256``."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def is_written_by(document: Mapping[str, Any], out: Path, digest: str) -> bool:
+    """Return whether a document in ``out`` is of the run that wrote that folder: a conversion carries documents on into
+    other ones."""
+    named = document.get("out")
+    return document.get(RUN_SHA256) == digest and isinstance(named, str) and resolved(named) == out
+
+
+def tidy(folder: Path, command: str, identity: Mapping[str, Any], out: Path, console: Console) -> None:
+    """Remove what the run that wrote ``out`` left in ``folder``, and say so. Another run's pieces stay."""
+    if folder.is_dir():
+        with contextlib.suppress(UserError), Unfinished(folder, command, identity):
+            pass  # nothing is left to do
+    console.note(f"{out} is complete: this command wrote it in an earlier run")
