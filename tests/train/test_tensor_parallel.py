@@ -36,14 +36,8 @@ DOMINO, SEQUENTIAL = "domino", "sequential"
 
 
 def options(place, model, out, tp_size=1, schedule=SEQUENTIAL, **more):
-    files = {
-        "model": str(model),
-        "out": str(out),
-        "verify": False,
-        "data": (str(place / "ids.npy"),),
-        "eval_data": (str(place / "eval.npy"),),
-        "write": "last",
-    }
+    paths = {"model": str(model), "out": str(out), "verify": False}
+    files = {"data": (str(place / "ids.npy"),), "eval_data": (str(place / "eval.npy"),), "write": "last"}
     sizes = {"max_steps": STEPS, "batch_size": 4, "micro_batch_size": 2, "seq_len": 2 * LENGTH, "eval_every": 8}
     rates = {"lr": 1e-3, "warmup_steps": 2, "max_grad_norm": CLIPPED[1]}
     how = {"device": "cpu", "tp_size": tp_size, "schedule": schedule}

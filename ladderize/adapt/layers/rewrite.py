@@ -220,7 +220,7 @@ def rewrite_layers(
     key, kind = Path(FILES[task.method]).stem, LayerReport if task.method == ALIGN else BlockReport
     if options.write == "best":
         kl = divergence["before"], divergence["after"]
-        check_improved("KL", *kl, work=work.folder, advice=ADVICE_AFTER[task.method], what=key)
+        check_improved("KL", *kl, work=work.folder, advice=ADVICE_AFTER[task.method], method=key)
     elif perplexity["after"].perplexity > perplexity["before"].perplexity:
         console.warn(f"the held-out perplexity rose: {ADVICE_AFTER[task.method]}")
     about = task.about()
