@@ -1,9 +1,12 @@
 """The options of ``ladderize adapt``. Imports neither torch nor numpy, so that the command line starts at once."""
+# ruff: noqa: RUF009 - the calls make fields
 
 import re
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
+from ladderize import choices
 from ladderize.adapt.data_files import HUB, check_sources, hub_dataset
 from ladderize.adapt.lora import LORA_TARGETS
 from ladderize.adapt.methods import (
@@ -18,26 +21,7 @@ from ladderize.adapt.methods import (
     Write,
     check_lr,
 )
-from ladderize.choices import (
-    AS_JSON,
-    DATA,
-    DEVICE,
-    MEMORY,
-    METHOD,
-    MODELS,
-    NO_VERIFY,
-    OPTIMISATION,
-    OUTPUT,
-    OVERWRITE,
-    REVISION,
-    SEQ_LEN,
-    VALIDATION,
-    argument,
-    check_options,
-    flag,
-    option,
-    split_names,
-)
+from ladderize.choices import argument, check_options, flag, option, split_names
 from ladderize.errors import UsageError
 from ladderize.runtime.schedule import ScheduleName
 
@@ -96,6 +80,11 @@ def parse_count(text: str) -> int:
     return round(value)
 
 
+_data, _method = partial(option, panel=choices.DATA), partial(option, panel=choices.METHOD)
+_optimisation, _validation = partial(option, panel=choices.OPTIMISATION), partial(option, panel=choices.VALIDATION)
+_memory, _output = partial(option, panel=choices.MEMORY), partial(option, panel=choices.OUTPUT)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdaptOptions:
     """The options of ``ladderize adapt``; see its --help. None: the model decides (``Pace``).
@@ -108,170 +97,135 @@ class AdaptOptions:
     )
     out: str | None = argument("OUT", "The folder to write. It appears whole or not at all.", None)
 
-    data: tuple[str, ...] = option(
+    data: tuple[str, ...] = _data(
         "json, jsonl, parquet, txt, npy, npz:array, a folder or glob of one kind, or hub:OWNER/NAME:SPLIT. Give it"
         " several times to read all of several sources, or with weights to mix them.",
         ...,
         metavar="FILE[=WEIGHT]",
-        panel=DATA,
     )
-    seq_len: int | None = option(SEQ_LEN)
-    samples: int | None = option(
-        "Windows to align on, or to train blocks on.", min=1, shown="131,072 tokens; blocks: up to 1024", panel=DATA
+    seq_len: int | None = option(choices.SEQ_LEN)
+    samples: int | None = _data(
+        "Windows to align on, or to train blocks on.", min=1, shown="131,072 tokens; blocks: up to 1024"
     )
-    seed: int = option(TRAINING_SEED, 0, panel=DATA)
+    seed: int = _data(TRAINING_SEED, 0)
 
-    method: Method = option(
+    method: Method = _method(
         "full: train all weights of the chosen layers. lora: train LoRA adapters. blocks: train each block alone on the"
         " dense block's outputs. align: solve the projections anew by least squares, without training; seconds to"
         " minutes, and a good start for the others.",
         FULL,
         metavar="NAME",
-        panel=METHOD,
     )
-    distill_from: str | None = option(
-        "The dense model that MODEL was converted from. Its predictions are the training target.",
-        metavar="DENSE",
-        panel=METHOD,
+    distill_from: str | None = _method(
+        "The dense model that MODEL was converted from. Its predictions are the training target.", metavar="DENSE"
     )
-    train: str | None = option(
+    train: str | None = _method(
         "Layers to train: converted, all (with full: embedding and LM head too), or ranges like 16:32,40.",
         metavar="LAYERS",
         shown="converted; align: every layer from the first converted one on",
-        panel=METHOD,
     )
-    distill_weight: float | None = option(
-        "Weight of the KL term (0 to 1). Cross-entropy gets the rest.",
-        min=0.0,
-        max=1.0,
-        shown="1 with --distill-from",
-        panel=METHOD,
+    distill_weight: float | None = _method(
+        "Weight of the KL term (0 to 1). Cross-entropy gets the rest.", min=0.0, max=1.0, shown="1 with --distill-from"
     )
-    align: bool = option(
+    align: bool = _method(
         "full, lora: align first (as --method align does, on the first --data) and train from there. The"
         " aligned checkpoint stays in OUT-aligned.",
         False,
         needs="distill_from",
-        panel=METHOD,
     )
-    lora_rank: int = option("lora: rank.", LORA_RANK, min=1, panel=METHOD)
-    lora_alpha: int | None = option("lora: alpha; scales by alpha / rank.", min=1, shown="twice the rank", panel=METHOD)
-    lora_dropout: float = option("lora: dropout before A.", 0.0, min=0.0, max=0.99, shown="0", panel=METHOD)
-    lora_targets: tuple[str, ...] = option(
+    lora_rank: int = _method("lora: rank.", LORA_RANK, min=1)
+    lora_alpha: int | None = _method("lora: alpha; scales by alpha / rank.", min=1, shown="twice the rank")
+    lora_dropout: float = _method("lora: dropout before A.", 0.0, min=0.0, max=0.99, shown="0")
+    lora_targets: tuple[str, ...] = _method(
         "lora: projections that get adapters.",
         LORA_TARGETS,
         metavar="A,B",
         parse=split_names,
         shown="all seven of a layer",
-        panel=METHOD,
     )
 
-    max_tokens: int | None = option(
+    max_tokens: int | None = _optimisation(
         "How many tokens to train on, such as 20M or 3B; padding is not counted.",
         metavar="COUNT",
         min=1,
         parse=parse_count,
-        panel=OPTIMISATION,
     )
-    max_steps: int | None = option("How many steps to train, instead of --max-tokens.", min=1, panel=OPTIMISATION)
-    batch_size: int | None = option(
+    max_steps: int | None = _optimisation("How many steps to train, instead of --max-tokens.", min=1)
+    batch_size: int | None = _optimisation(
         "Rows per optimizer step, over all processes.",
         min=1,
         shown="2048 to 65536 tokens: a 2000th of --max-tokens; blocks: 2048 tokens",
-        panel=OPTIMISATION,
     )
-    lr: float | None = option(
-        "Peak learning rate.",
-        shown="full 2e-5, lora 1e-4, blocks 5e-5; times 4096 / hidden size; less after align",
-        panel=OPTIMISATION,
+    lr: float | None = _optimisation(
+        "Peak learning rate.", shown="full 2e-5, lora 1e-4, blocks 5e-5; times 4096 / hidden size; less after align"
     )
-    lr_schedule: RateSchedule = option(
-        "The learning rate after its warm-up: down to 0 as half a cosine or a line, or constant.",
-        "cosine",
-        panel=OPTIMISATION,
+    lr_schedule: RateSchedule = _optimisation(
+        "The learning rate after its warm-up: down to 0 as half a cosine or a line, or constant.", "cosine"
     )
-    warmup_steps: int | None = option(
-        "Steps of linear warm-up.",
-        min=0,
-        shown="5 % of all, at most 200; after align at least 10, or 20 %",
-        panel=OPTIMISATION,
+    warmup_steps: int | None = _optimisation(
+        "Steps of linear warm-up.", min=0, shown="5 % of all, at most 200; after align at least 10, or 20 %"
     )
-    weight_decay: float = option("AdamW's weight decay, of matrices only.", 0.0, min=0.0, shown="0", panel=OPTIMISATION)
-    max_grad_norm: float = option("Clip the gradient's norm to this.", 1.0, shown="1", panel=OPTIMISATION)
+    weight_decay: float = _optimisation("AdamW's weight decay, of matrices only.", 0.0, min=0.0, shown="0")
+    max_grad_norm: float = _optimisation("Clip the gradient's norm to this.", 1.0, shown="1")
 
-    eval_data: tuple[str, ...] = option(
-        "Data to validate on.", (), metavar="FILE", shown="examples held out of --data", panel=VALIDATION
+    eval_data: tuple[str, ...] = _validation(
+        "Data to validate on.", (), metavar="FILE", shown="examples held out of --data"
     )
-    heldout: int | None = option(
+    heldout: int | None = _validation(
         "Examples to hold out of each --data for validation.",
         min=0,
         shown="a hundredth, up to 256, as a tenth of the time allows; blocks, align: a tenth of the windows",
-        panel=VALIDATION,
     )
-    eval_every: int | None = option(
-        "Steps between validations; the state is saved with each.",
-        min=1,
-        shown="a tenth of all; in short runs more",
-        panel=VALIDATION,
+    eval_every: int | None = _validation(
+        "Steps between validations; the state is saved with each.", min=1, shown="a tenth of all; in short runs more"
     )
-    write: Write = option(
+    write: Write = _validation(
         "Which weights become OUT. best: lowest held-out KL (with --distill-from), cross-entropy, or mixture of both;"
         " nothing is written if training never lowered it."
         " last: the last ones.",
         "best",
-        panel=VALIDATION,
     )
 
-    dry_run: bool = option(
-        "full, lora: show the memory and disk it takes, and stop. No weights are read.",
-        False,
-        panel=MEMORY,
-        decides=False,
+    dry_run: bool = _memory(
+        "full, lora: show the memory and disk it takes, and stop. No weights are read.", False, decides=False
     )
-    micro_batch_size: int | None = option(
+    micro_batch_size: int | None = _memory(
         "Rows computed at once on one device. It decides the memory, not the result.",
         min=1,
         shown="8192 tokens, or what accelerate's gradient accumulation leaves",
-        panel=MEMORY,
         decides=False,
     )
-    gradient_checkpointing: bool = option(
-        "Recompute activations instead of keeping them.", False, panel=MEMORY, decides=False
-    )
-    teacher_cache: str | None = option(
+    gradient_checkpointing: bool = _memory("Recompute activations instead of keeping them.", False, decides=False)
+    teacher_cache: str | None = _memory(
         "Keep the dense model's answers (its 64 likeliest next tokens) on --data in this folder, and train with them"
         " instead of with the model in memory. Later runs on the same data find them there.",
         metavar="FOLDER",
         needs="distill_from",
-        panel=MEMORY,
     )
-    tp_size: int = option(
+    tp_size: int = _memory(
         "full: processes that share one copy of the model (tensor parallelism). Started here, or by a launcher"
         " that starts N, or a multiple for data parallelism.",
         1,
         min=1,
-        panel=MEMORY,
     )
-    schedule: ScheduleName = option(
+    schedule: ScheduleName = _memory(
         "When sub-modules run, with --tp-size: sequential, or domino, which cuts a micro-batch in two and runs"
         " one half's all-reduces under the other's compute. The result is the same.",
         "sequential",
-        panel=MEMORY,
     )
-    dtype: TrainingDtype = option(COMPUTE_DTYPE, "auto", panel=MEMORY)
-    device: str | None = option(DEVICE)
+    dtype: TrainingDtype = _memory(COMPUTE_DTYPE, "auto")
+    device: str | None = option(choices.DEVICE)
 
-    log_with: tuple[str, ...] = option(
+    log_with: tuple[str, ...] = _output(
         "Accelerate's trackers beside metrics.jsonl, such as tensorboard, wandb, trackio. They write to OUT-logs.",
         (),
         metavar="A,B",
         parse=split_names,
-        panel=OUTPUT,
         decides=False,
     )
-    overwrite: bool = option(OVERWRITE, False, help="Replace OUT if it is a checkpoint (lora: an adapter).")
-    verify: bool = option(NO_VERIFY, True)
-    as_json: bool = option(AS_JSON, False)
+    overwrite: bool = option(choices.OVERWRITE, False, help="Replace OUT if it is a checkpoint (lora: an adapter).")
+    verify: bool = option(choices.NO_VERIFY, True)
+    as_json: bool = option(choices.AS_JSON, False)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -325,9 +279,12 @@ class MergeOptions:
     adapter: str = argument("ADAPTER", "A LoRA adapter folder. It is never changed.")
     out: str = argument("OUT", "The checkpoint folder to write. It appears whole or not at all.")
     base: str | None = option(
-        "The checkpoint that ADAPTER was trained on.", metavar="MODEL", shown="the one that ADAPTER names", panel=MODELS
+        "The checkpoint that ADAPTER was trained on.",
+        metavar="MODEL",
+        shown="the one that ADAPTER names",
+        panel=choices.MODELS,
     )
-    revision: str | None = option(REVISION)
-    overwrite: bool = option(OVERWRITE, False)
-    verify: bool = option(NO_VERIFY, True)
-    as_json: bool = option(AS_JSON, False)
+    revision: str | None = option(choices.REVISION)
+    overwrite: bool = option(choices.OVERWRITE, False)
+    verify: bool = option(choices.NO_VERIFY, True)
+    as_json: bool = option(choices.AS_JSON, False)

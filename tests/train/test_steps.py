@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import ladderize
 from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.options import AdaptOptions
-from ladderize.adapt.train.loop import Order
+from ladderize.adapt.train.loop import row_order
 from ladderize.adapt.train.pace import Pace
 from ladderize.adapt.train.states import read_metrics
 from ladderize.adapt.train.training_model import BETAS, EPSILON
@@ -35,7 +35,7 @@ def test_training_is_a_plain_loop(place, tmp_path):
     files = [str(place / "ids.npy")], None
     how = {"seq_len": 2 * LENGTH, "vocab_size": checkpoint.config["vocab_size"], "seed": 0, "heldout": 0}
     rows, *_ = open_data(*files, **how)
-    order = iter(Order(len(rows), 0, 0))
+    order = row_order(len(rows), 0)
     model, dense = ladderize.load(place / "both").train(), ladderize.load(place / "dense")
     names = dict(model.named_parameters())
     groups = [{"params": [p for p in names.values() if (p.ndim > 1) == wide]} for wide in (True, False)]

@@ -22,9 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import DistributedType
-from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from ladderize.adapt.data.packing import IGNORED_TARGET, collate
 from ladderize.adapt.train.pace import Pace
@@ -76,53 +74,33 @@ class StopRequested(Exception):
     """Raised on all ranks where a signal came during a validation."""
 
 
-class Order(Sampler[int]):
-    """Yields row numbers below ``rows`` endlessly, in a new order every epoch, from position ``first`` on."""
-
-    def __init__(self, rows: int, seed: int, first: int) -> None:
-        self.rows, self.seed, self.first = rows, seed, first
-
-    def __iter__(self) -> Iterator[int]:
-        epoch, done = divmod(self.first, self.rows)
-        while True:
-            yield from np.random.default_rng([self.seed, epoch]).permutation(self.rows)[done:].tolist()
-            epoch, done = epoch + 1, 0
-
-
-class StreamedRows(IterableDataset[Any]):
-    """Rows of a stream, all of which every rank reads.
-
-    Of a ``datasets.IterableDataset`` Accelerate would give each rank files of its own: in another order than one
-    process reads, with rows among them that are held out.
-    """
-
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows)
+def row_order(rows: int, seed: int, first: int = 0) -> Iterator[int]:
+    """Yield row numbers below ``rows`` endlessly, in a new order every epoch, from position ``first`` on."""
+    epoch, done = divmod(first, rows)
+    while True:
+        yield from np.random.default_rng([seed, epoch]).permutation(rows)[done:].tolist()
+        epoch, done = epoch + 1, 0
 
 
 def micro_batches(rows: Any, pace: Pace, model: TrainingModel, first: int) -> Iterator[HostBatch]:
     """Yield this rank's micro-batches, from row ``first`` of the training on.
 
-    rows: as ``open_data`` returns them; a stream is read again up to ``first``.
+    Ranks of different data take turns. A stream is read by each of them from its beginning on: Accelerate would give
+    each one files of its own, in another order than one process reads.
+
+    rows: as ``open_data`` returns them.
     """
-    order: Order | None = None
-    if hasattr(rows, "__len__"):
-        order = Order(len(rows), pace.options.seed, first)
-    else:
-        rows = StreamedRows(rows.skip(first) if first else rows)
-    loader = DataLoader(rows, pace.micro_batch_size, sampler=order, collate_fn=collate, drop_last=True)
-    # A group of tensor-parallel ranks, which Accelerate does not know of, reads the same rows.
-    return iter(prepare_data_loader(loader, num_processes=model.data_size, process_index=model.data_rank))
+    numbered = hasattr(rows, "__len__")
+    rest: Iterator[Any] = row_order(len(rows), pace.options.seed, first) if numbered else iter(rows.skip(first))
+    for turn in itertools.count():
+        batch = list(itertools.islice(rest, pace.micro_batch_size))
+        if turn % model.data_size == model.data_rank:
+            yield collate([rows[number] for number in batch] if numbered else batch)
 
 
 class Loop:
-    """The training of a model: ``run`` trains until the budget is spent.
+    """The training of a model on ``rows``, validated on ``heldout`` ones.
 
-    rows: to train on (``open_data``).
-    heldout: rows to validate on.
     stored: the dtypes in which OUT holds trained tensors, by name; others are float32.
     """
 
@@ -235,9 +213,6 @@ class Loop:
         entropy, divergence, stop, norm, scored, tokens = together.tolist()
         entropy, divergence = entropy / scored, divergence / scored
         loss = self.objective.total(entropy, divergence)
-        is_bad = not (math.isfinite(loss) and math.isfinite(norm))
-        if is_bad and progress.step and accelerator.distributed_type != DistributedType.DEEPSPEED:  # which has updated
-            self.folder.save(progress, model)  # the weights are still those of the step before
         self.check(loss, norm)
         model.optimizer.step()
         # DDP keeps gradients in its buckets: set to None, they would be allocated again beside these.
@@ -269,15 +244,18 @@ class Loop:
         step, recent = self.progress.step + 1, self.progress.recent
         last, before = [*recent, loss][-EXPLOSIONS:], recent[:-EXPLOSIONS]
         median = statistics.median(before) if len(before) >= 10 else math.inf
+        is_bad = not (math.isfinite(loss) and math.isfinite(norm))
         if not math.isfinite(loss):
             problem = f"the loss of step {step} is {loss}"
-        elif not math.isfinite(norm):
+        elif is_bad:
             problem = f"the gradient of step {step} is {norm}"
         elif min(last) > median + max(2 * median, 4.0):
             values = ", ".join(f"{value:.3g}" for value in last)
             problem = f"the loss exploded: {values}, after a median of {median:.3g}"
         else:
             return
+        if is_bad and step > 1 and self.accelerator.distributed_type != DistributedType.DEEPSPEED:  # which has updated
+            self.folder.save(self.progress, self.model)  # the weights are still those of the step before
         state = self.folder.latest()
         advice = "begin again" if state is None else f"resume from step {state}, saved in {self.folder.folder},"
         raise UserError(f"{problem}; step {step} was not applied; {advice} with a lower --lr")
@@ -329,11 +307,8 @@ class Loop:
                 if progress.step:
                     self.folder.save_weights(progress.step, self.model, self.stored)
                     progress.kept_step = progress.step
-        values = {
-            "step": progress.step,
-            "heldout_perplexity": scores.perplexity,
-            "heldout_cross_entropy": scores.cross_entropy,
-        }
+        values = {"step": progress.step, "heldout_perplexity": scores.perplexity}
+        values["heldout_cross_entropy"] = scores.cross_entropy
         if self.pace.options.distill_from is not None:
             values["heldout_divergence"] = scores.divergence
         if not progress.step and progress.dense_perplexity is not None:
@@ -375,4 +350,5 @@ class Loop:
             line = {key: value if math.isfinite(value) else None for key, value in values.items()}
             with self.folder.metrics.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        self.accelerator.log({key: value for key, value in values.items() if key != "step"}, step=int(values["step"]))
+        logged = dict(values)
+        self.accelerator.log(logged, step=int(logged.pop("step")))

@@ -84,11 +84,12 @@ def check_out(task: Task) -> None:
     """Raise UserError unless the task may write its ``out``, which must be none of its sources, and a folder of answers
     apart from all of these."""
     options, foreign = task.options, not_an_adapter if task.is_lora else output.not_a_checkpoint
-    for source in task.sources:
+    sources = [task.checkpoint] if task.teacher is None else [task.checkpoint, task.teacher]
+    for source in sources:
         output.check_target(task.out, source.folder, overwrite=options.overwrite, foreign=foreign)
     if options.teacher_cache is not None:
         made = [task.out, work_folder(str(options.out)), task.aligned]
-        check_apart(options.teacher_cache, [*made, *(source.folder for source in task.sources)])
+        check_apart(options.teacher_cache, [*made, *(source.folder for source in sources)])
 
 
 def check_unchanged(checkpoint: Checkpoint, task: Task, progress: Progress, work: TrainingFolder) -> None:

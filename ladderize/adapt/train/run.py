@@ -1,17 +1,14 @@
 """``ladderize adapt --method full`` and ``lora``: retrain a whole checkpoint, and write a checkpoint or an adapter."""
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import get_available_trackers
-from torch import Tensor
 
 from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.data_files import split_weight
@@ -27,7 +24,7 @@ from ladderize.adapt.train.student import make_student, make_teacher, open_model
 from ladderize.adapt.train.task import Launch, Task, open_task, sharding_asked
 from ladderize.adapt.train.teacher_cache import with_answers
 from ladderize.adapt.train.tensor_parallel import build_tensor_parallel
-from ladderize.adapt.train.training_model import HFTraining, TrainingModel, place_teacher
+from ladderize.adapt.train.training_model import HFTraining, TrainingModel
 from ladderize.blocks import open_checkpoint
 from ladderize.console import SILENT, Console, human_count
 from ladderize.convert.inspection import ALIGNMENT, read_retrainings
@@ -43,7 +40,6 @@ from ladderize.ranks.device import avoid_cudnn_attention, default_device
 from ladderize.ranks.environment import already_started
 from ladderize.ranks.group import TRAINING_TIMEOUT, Ranks, join_ranks
 from ladderize.runtime.launch import run
-from ladderize.runtime.training.batch import Batch
 
 
 def adapt_checkpoint(options: AdaptOptions, *, console: Console = SILENT) -> Adaptation | None:
@@ -108,15 +104,13 @@ def open_accelerator(options: AdaptOptions, precision: str | None = None) -> Acc
     precision: the mixed precision; None: the launcher's.
     """
     avoid_cudnn_attention()
-    accelerator = Accelerator(
+    return Accelerator(
         cpu=options.device == "cpu",
         mixed_precision=precision,
         log_with=list(options.log_with) or None,
         project_dir=f"{resolved(str(options.out))}-logs" if options.log_with else None,
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
-    accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False  # training reads rows without end
-    return accelerator
 
 
 def reset_accelerate() -> None:
@@ -127,7 +121,7 @@ def reset_accelerate() -> None:
 
 def train(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) -> Adaptation | None:
     """Train and write OUT, unless this run wrote it before; returns the document, None on other ranks than 0."""
-    options, out, folder = task.options, task.out, work_folder(str(task.options.out))
+    options, pace, out, folder = task.options, task.pace, task.out, work_folder(str(task.options.out))
     if ranks.is_main:
         output.clean_up(out)  # a killed swap may have set OUT aside
     identity = task.identity() if ranks.is_main else {}
@@ -140,50 +134,6 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) 
         tidy(folder, TRAINING_COMMAND, identity, out, console)
         return Adaptation.from_dict(written, ADAPTATION)
     check_out(task)
-    rows, heldout, counts = read_data(task, ranks, console)
-    with ranks.main_first():
-        work = TrainingFolder(folder, TRAINING_COMMAND, identity, pieces=STATES, main=ranks.is_main, console=console)
-    if not folder.is_dir():
-        raise UserError(f"{folder} is visible to the main process only; name an OUT that all machines can see")
-    with work:
-        # Only the main process looks: another machine may see an older state of the folder.
-        step: int = ranks.broadcast((work.latest() if ranks.is_main else None) or 0)
-        if options.align:
-            task = align_first(task, step, ranks, console)
-        start_trackers(task, accelerator)
-        try:
-            if options.teacher_cache is not None:
-                rows, heldout = ask_teacher(task, accelerator, ranks, rows, heldout, identity, console)
-            model = make_model(task, accelerator, ranks, console)
-            loop = Loop(model, rows, heldout, task.pace, work, console, task.stored)
-            if ranks.is_main:
-                loop.progress.model = task.fingerprint
-            if step:
-                resume(loop, step, task, ranks)
-            if ranks.is_main:
-                work.cut_metrics(loop.progress)
-            announce(task, model, console)
-            progress = loop.run()
-        except torch.OutOfMemoryError:
-            raise UserError(
-                "out of GPU memory: run the same command again to resume, with a smaller --micro-batch-size or"
-                " --gradient-checkpointing, or shared by several GPUs (--tp-size, or FSDP2 by accelerate launch)"
-            ) from None
-        chosen = chosen_step(task, progress, work)
-        if chosen != progress.kept_step:
-            work.save_weights(chosen, model, task.stored)
-        model.close()
-        document = None
-        if ranks.is_main:
-            document = write_outcome(task, progress, work, chosen, counts, identity, digest, console)
-        for tracker in accelerator.trackers:  # ``end_training`` would end the process group too, which is not ours
-            tracker.finish()
-    return document
-
-
-def read_data(task: Task, ranks: Ranks, console: Console) -> tuple[Any, list[dict[str, Any]], dict[str, int]]:
-    """Return packed rows to train on, those held out, and counts, as ``open_data`` does."""
-    options, pace = task.options, task.pace
     with console.stage("reading the data"), ranks.main_first():
         rows, heldout, counts = open_data(
             options.data,
@@ -200,7 +150,43 @@ def read_data(task: Task, ranks: Ranks, console: Console) -> tuple[Any, list[dic
             f"the data give only {len(rows)} rows of {pace.seq_len} tokens, fewer than --batch-size"
             f" {pace.batch_size}; give more data or lower --batch-size"
         )
-    return rows, heldout, counts
+    with ranks.main_first():
+        work = TrainingFolder(folder, TRAINING_COMMAND, identity, pieces=STATES, main=ranks.is_main, console=console)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is visible to the main process only; name an OUT that all machines can see")
+    with work:
+        # Only the main process looks: another machine may see an older state of the folder.
+        step: int = ranks.broadcast((work.latest() if ranks.is_main else None) or 0)
+        if options.align:
+            task = align_first(task, step, ranks, console)
+        try:
+            if options.teacher_cache is not None:
+                rows, heldout = with_answers(task, rows, heldout, identity, accelerator, ranks, console)
+            model = make_model(task, accelerator, ranks, console)
+            loop = Loop(model, rows, heldout, task.pace, work, console, task.stored)
+            if ranks.is_main:
+                loop.progress.model = task.fingerprint
+            if step:
+                resume(loop, step, task, ranks)
+            if ranks.is_main:
+                work.cut_metrics(loop.progress)
+            announce(task, model, accelerator, console)
+            progress = loop.run()
+        except torch.OutOfMemoryError:
+            raise UserError(
+                "out of GPU memory: run the same command again to resume, with a smaller --micro-batch-size or"
+                " --gradient-checkpointing, or shared by several GPUs (--tp-size, or FSDP2 by accelerate launch)"
+            ) from None
+        chosen = chosen_step(task, progress, work)
+        if chosen != progress.kept_step:
+            work.save_weights(chosen, model, task.stored)
+        model.close()
+        document = None
+        if ranks.is_main:
+            document = write_outcome(task, progress, work, chosen, counts, identity, digest, console)
+        for tracker in accelerator.trackers:  # ``end_training`` would end the process group too, which is not ours
+            tracker.finish()
+    return document
 
 
 def align_first(task: Task, step: int, ranks: Ranks, console: Console) -> Task:
@@ -239,44 +225,6 @@ def align_first(task: Task, step: int, ranks: Ranks, console: Console) -> Task:
     left = read_retrainings(aligned)[-1].left_by_alignment
     pace = task.pace if left is None else task.pace.after_alignment(left)
     return replace(task, model=str(aligned), checkpoint=open_checkpoint(str(aligned)), pace=pace)
-
-
-def start_trackers(task: Task, accelerator: Accelerator) -> None:
-    if accelerator.log_with:
-        folder = Path(accelerator.project_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        options = task.resolved_options
-        config = {key: value for key, value in options.items() if isinstance(value, int | float | str)}
-        accelerator.init_trackers("ladderize", config=config, init_kwargs={"wandb": {"dir": str(folder)}})
-
-
-def ask_teacher(
-    task: Task,
-    accelerator: Accelerator,
-    ranks: Ranks,
-    rows: Any,
-    heldout: list[dict[str, Any]],
-    identity: Mapping[str, Any],
-    console: Console,
-) -> tuple[Any, list[dict[str, Any]]]:
-    """Return the rows with the dense model's answers, for which every process loads that model if some are missing."""
-    dense, device = task.teacher, accelerator.device
-    assert dense is not None
-
-    def open_teacher() -> Callable[[Batch], Tensor]:
-        with console.stage("loading the dense model"):
-            model = open_model(dense, Layout.dense(task.layout.num_layers), device, task.compute)
-            return place_teacher(make_teacher(model, task.compute, None), accelerator)
-
-    try:
-        answered = with_answers(rows, heldout, task.pace, identity, open_teacher, ranks, device, console)
-    except torch.OutOfMemoryError:
-        raise UserError(
-            "out of GPU memory while the dense model answers, which each process holds whole: run the same command"
-            " again with a smaller --micro-batch-size, or begin anew without --teacher-cache"
-        ) from None
-    release(device)
-    return answered
 
 
 def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) -> TrainingModel:
@@ -322,7 +270,8 @@ def resume(loop: Loop, step: int, task: Task, ranks: Ranks) -> None:
     loop.console.note(f"resuming after step {step}, saved in {work.folder}")
 
 
-def announce(task: Task, model: TrainingModel, console: Console) -> None:
+def announce(task: Task, model: TrainingModel, accelerator: Accelerator, console: Console) -> None:
+    """Tell people and trackers what is trained, and how."""
     options, processes = task.options, task.launch.processes
     numbers = sum(math.prod(shape) for shape in model.shapes.values())
     shared = f", {options.tp_size} for each copy of the model, schedule {options.schedule}"
@@ -331,3 +280,9 @@ def announce(task: Task, model: TrainingModel, console: Console) -> None:
         f" {processes} process{'es' if processes > 1 else ''}{shared if options.tp_size > 1 else ''};"
         f" {task.pace.in_words}, peak learning rate {task.pace.lr:.3g}"
     )
+    if accelerator.log_with:
+        folder = Path(accelerator.project_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        asked = task.resolved_options
+        config = {key: value for key, value in asked.items() if isinstance(value, int | float | str)}
+        accelerator.init_trackers("ladderize", config=config, init_kwargs={"wandb": {"dir": str(folder)}})

@@ -1,6 +1,6 @@
 """The subject of a retraining: models, layers and options, checked against each other before anything is loaded."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -95,26 +95,20 @@ class Task:
         return self.options.method == LORA
 
     @property
-    def sources(self) -> list[Checkpoint]:
-        return [self.checkpoint] if self.teacher is None else [self.checkpoint, self.teacher]
-
-    @property
     def loads_teacher(self) -> bool:
         """True if the dense model is in memory while the other one trains."""
         return self.teacher is not None and self.options.teacher_cache is None
 
     @property
-    def everything(self) -> bool:
-        """True where embedding, norm and LM head are trained, too."""
-        return self.options.train == "all" and not self.is_lora
-
-    @property
     def trained(self) -> frozenset[str]:
-        return frozenset() if self.is_lora else trained_tensors(self.checkpoint.tensors, self.layers, self.everything)
+        """The names of the checkpoint's tensors that change; an adapter changes none."""
+        if self.is_lora:
+            return frozenset()
+        return trained_tensors(self.checkpoint.tensors, self.layers, self.options.train == "all")
 
     @property
     def stored(self) -> dict[str, torch.dtype]:
-        """The dtypes in which OUT holds trained tensors, by name; an adapter's, which are float32, are not named."""
+        """Their dtypes in OUT, by name; an adapter's tensors are float32."""
         return {name: torch_dtype(self.checkpoint.tensors[name].dtype) for name in self.trained}
 
     @property
@@ -133,13 +127,9 @@ class Task:
     @property
     def resolved_options(self) -> dict[str, Any]:
         """What training was asked, with every default resolved."""
-        options, pace = self.options, self.pace
-        asked = {field.name: getattr(options, field.name) for field in fields(options)}
-        for name in OF_THE_COMMAND:
-            del asked[name]
-        for name in ("seq_len", "batch_size", "micro_batch_size", "lr", "warmup_steps"):
-            asked[name] = getattr(pace, name)
-        return asked | {"train": options.train or CONVERTED}
+        options, pace = vars(self.options), vars(self.pace)
+        asked = {name: pace.get(name, value) for name, value in options.items() if name not in OF_THE_COMMAND}
+        return asked | {"train": self.options.train or CONVERTED}
 
     def identity(self) -> dict[str, Any]:
         """Return everything that a run must have in common with the one it resumes. Reads files."""

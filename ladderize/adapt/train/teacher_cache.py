@@ -20,20 +20,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ladderize.adapt.data.packing import collate
 from ladderize.adapt.data.training_data import ORDER
 from ladderize.adapt.data_files import split_weight
-from ladderize.adapt.train.loop import Order
+from ladderize.adapt.train.loop import row_order
 from ladderize.adapt.train.pace import Pace
+from ladderize.adapt.train.student import make_teacher, open_model
+from ladderize.adapt.train.task import Task
+from ladderize.adapt.train.training_model import place_teacher
 from ladderize.blocks import LOGITS_AT_ONCE, check_finite
 from ladderize.checkpoint.tensors import write_tensors
 from ladderize.console import Console, sentence
 from ladderize.errors import UserError
 from ladderize.files.regular import resolved, split_name
 from ladderize.files.unfinished import run_digest
+from ladderize.layout import Layout
+from ladderize.memory import release
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.training.batch import ANSWERS, LIKELIEST, Batch
 
@@ -165,50 +171,54 @@ def answer(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_needed(rows: Any, order: Sequence[int], pace: Pace) -> int:
-    """Return how many rows of the first epoch a training reads, with a step's more, since its loader reads ahead."""
+    """Return how many rows of the first epoch a training reads."""
     if pace.options.max_steps:
-        return min(len(rows), (pace.options.max_steps + 1) * pace.batch_size)
+        return min(len(rows), pace.options.max_steps * pace.batch_size)
     lengths, tokens = rows.select_columns("lengths"), 0
     for count, number in enumerate(order, 1):
         tokens += sum(lengths[number]["lengths"])
         if tokens >= (pace.options.max_tokens or 0):
-            return min(len(rows), (-(-count // pace.batch_size) + 1) * pace.batch_size)
+            return min(len(rows), -(-count // pace.batch_size) * pace.batch_size)
     return len(rows)
 
 
 def with_answers(
+    task: Task,
     rows: Any,
     heldout: Sequence[PackedRow],
-    pace: Pace,
     identity: Mapping[str, Any],
-    open_teacher: Callable[[], Callable[[Batch], Tensor]],
+    accelerator: Accelerator,
     ranks: Ranks,
-    device: torch.device,
     console: Console,
 ) -> tuple[AnsweredRows, list[dict[str, Any]]]:
-    """Return the rows to train on and those held out with the dense model's answers. Missing ones are asked for first;
-    each process answers a share. All ranks call it.
+    """Return the rows to train on and those held out with the dense model's answers.
+
+    All ranks call it. If some answers are missing, each process loads the dense model and asks it for a share.
 
     identity: the task's; the main process alone has it.
-    open_teacher: loads the dense model, and returns a function from a batch to its logits [scored tokens, vocab].
-    Raises UserError where answers cannot be kept or read.
     """
-    order = [*islice(Order(len(rows), pace.options.seed, 0), len(rows))]
+    pace, device, dense = task.pace, accelerator.device, task.teacher
+    order = [*islice(row_order(len(rows), pace.options.seed), len(rows))]
     cache, missing = None, []
     if ranks.is_main:
         cache = TeacherCache.make(str(pace.options.teacher_cache), identity)
         missing = [(TRAINED, number) for number in cache.missing(TRAINED, rows_needed(rows, order, pace))]
         missing += [(HELD_OUT, number) for number in cache.missing(HELD_OUT, len(heldout))]
     cache, missing = ranks.broadcast((cache, missing))
-    if missing:
-        teacher, size = open_teacher(), cache.rows_of_file
+    if missing and dense is not None:
+        with console.stage("loading the dense model"):
+            model = open_model(dense, Layout.dense(task.layout.num_layers), device, task.compute)
+            teacher = place_teacher(make_teacher(model, task.compute, None), accelerator)
         with console.progress("asking the dense model, parts", len(missing)) as advance:
             for kind, number in missing[ranks.rank :: ranks.size]:
-                within = slice(number * size, (number + 1) * size)  # whole, also where a training reads some rows only
+                # whole, also where a training reads some rows only
+                within = slice(number * cache.rows_of_file, (number + 1) * cache.rows_of_file)
                 asked = heldout[within] if kind == HELD_OUT else [rows[index] for index in order[within]]
                 cache.save(cache.path(kind, number), asked, _answers(asked, teacher, pace.micro_batch_size, device))
                 advance(ranks.size)
         ranks.barrier()
+        del model, teacher
+        release(device)
     answered = [cache.answered(HELD_OUT, number, row) for number, row in enumerate(heldout)]
     return AnsweredRows(rows, order, cache), answered
 
