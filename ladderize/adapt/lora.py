@@ -102,9 +102,7 @@ def write_adapter(
     overwrite: bool = False,
 ) -> None:
     """Write the adapter folder ``out``, whole or not at all: PEFT's files and ``files`` (name -> text).
-
-    tensors: A [rank, in] and B [out, rank] of each projection, by PEFT's names in files.
-    """
+    tensors: A [rank, in] and B [out, rank] of each projection, by PEFT's names in files."""
     config = copy.deepcopy(config)
     config.base_model_name_or_path, config.inference_mode = base.model, True
     config.target_modules = sorted(config.target_modules or ())  # a set has another order in each run

@@ -65,10 +65,7 @@ def check_improved(
     criterion: str, before: float, after: float, *, work: Path, advice: str, method: str = "training"
 ) -> None:
     """Raise UserError unless the held-out ``criterion``, such as KL, is lower after training than before.
-
-    before, after: nats per token, after: with the weights that would be written.
-    advice: what else to try.
-    """
+    before, after: nats per token, after: with the weights that would be written. advice: what else to try."""
     if not after < before:
         raise UserError(
             f"{method} never lowered the held-out {criterion} (before {before:.4g}, after {after:.4g}), so nothing is"

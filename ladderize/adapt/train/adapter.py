@@ -71,13 +71,9 @@ class AdaptedModel:
 def write_merged(
     folder: Path, base: Checkpoint, name: str, scratch: Path
 ) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
-    """Write the tensors that merging changes into ``scratch``, each rounded once to its stored dtype and in a file of
-    its own; return them, and the keys of config.json that change.
-
-    folder: the adapter's.
-    name: the base's, for messages.
-    Raises UserError where the adapter does not fit or PEFT cannot merge it.
-    """
+    """Write the tensors that merging changes into ``scratch``, each rounded once to its stored dtype and in a
+    file of its own; return them, and the keys of config.json that change. folder: the adapter's. name: the
+    base's, for messages."""
     changed: dict[str, TensorInfo] = {}
     with peft_errors(folder, name), torch.no_grad():
         model = adapted_model(folder, base)

@@ -83,13 +83,9 @@ def row_order(rows: int, seed: int, first: int = 0) -> Iterator[int]:
 
 
 def micro_batches(rows: Any, pace: Pace, model: TrainingModel, first: int) -> Iterator[HostBatch]:
-    """Yield this rank's micro-batches, from row ``first`` of the training on.
-
-    Ranks of different data take turns. A stream is read by each of them from its beginning on: Accelerate would give
-    each one files of its own, in another order than one process reads.
-
-    rows: as ``open_data`` returns them.
-    """
+    """Yield this rank's micro-batches, from row ``first`` of the training on. Ranks of different data take
+    turns. A stream is read by each of them from its beginning on: Accelerate would give each one files of its
+    own, in another order than one process reads. rows: as ``open_data`` returns them."""
     numbered = hasattr(rows, "__len__")
     rest: Iterator[Any] = row_order(len(rows), pace.options.seed, first) if numbered else iter(rows.skip(first))
     for turn in itertools.count():
@@ -122,10 +118,7 @@ class Loop:
         self.asked_to_stop = False
 
     def run(self) -> Progress:
-        """Train until the budget is spent.
-
-        Raises UserError where the loss is NaN or infinite or explodes, and, after saving, on SIGTERM or Ctrl-C.
-        """
+        """Train until the budget is spent."""
         progress, pace, options, console = self.progress, self.pace, self.pace.options, self.console
         times = self.choose_heldout()
         if progress.step == 0 and self.heldout:
@@ -179,11 +172,7 @@ class Loop:
         self.asked_to_stop = bool(self.model.sum(signalled) > 0)
 
     def step(self, batches: Iterator[HostBatch], spent: float) -> dict[str, float]:
-        """Make one update and return its metrics.
-
-        spent: the share of the budget spent before.
-        Raises UserError as ``check`` does.
-        """
+        """Make one update and return its metrics. spent: the share of the budget spent before."""
         options, model, progress, accelerator = self.pace.options, self.model, self.progress, self.accelerator
         begin, device = time.perf_counter(), accelerator.device
         micros = list(itertools.islice(batches, accelerator.gradient_accumulation_steps))
@@ -295,10 +284,7 @@ class Loop:
 
     def validate(self, advance: Callable[[int], None]) -> Scores:
         """Score the held-out rows with the weights as OUT would hold them, record the scores, and keep the best
-        weights.
-
-        advance: is called with the number of rows scored.
-        """
+        weights. advance: is called with the number of rows scored."""
         progress, objective = self.progress, self.objective
         with self.model.evaluating(self.stored):
             progress.last = scores = self.score(advance)

@@ -32,13 +32,9 @@ TOKENIZER_FILES = (
 
 
 def merge(options: MergeOptions, *, console: Console = SILENT) -> ConversionReport:
-    """Write ``options.out``: the adapter's base with the adapter merged into it by PEFT. Returns a report.
-
-    One module is in memory at a time, in float32 (or float64, if stored so). Changed weights are rounded once, to
-    their stored dtype; until OUT is written they lie beside it a second time.
-
-    Raises UserError.
-    """
+    """Write ``options.out``: the adapter's base with the adapter merged into it by PEFT. Returns a report. One
+    module is in memory at a time, in float32 (or float64, if stored so). Changed weights are rounded once, to
+    their stored dtype; until OUT is written they lie beside it a second time."""
     folder, out = Path(options.adapter).expanduser(), resolved(options.out, "OUT ")
     output.clean_up(out)
     document = check_adapter(folder)
@@ -81,11 +77,8 @@ def merge(options: MergeOptions, *, console: Console = SILENT) -> ConversionRepo
 def open_named_base(
     folder: Path, trained: AdapterBase | None, revision: str | None
 ) -> tuple[str, str | None, Checkpoint]:
-    """Return name, revision and checkpoint of the base that an adapter names; raises UserError where it cannot be
-    opened.
-
-    trained: what adaptation.json says of it. Other tools leave its name in adapter_config.json.
-    """
+    """Return name, revision and checkpoint of the base that an adapter names; raises UserError where it cannot
+    be opened. trained: what adaptation.json says of it. Other tools leave its name in adapter_config.json."""
     config = read_json(folder / ADAPTER_CONFIG)
     name = trained.model if trained else config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name.strip():

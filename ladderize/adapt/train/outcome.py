@@ -124,10 +124,7 @@ def write_outcome(
     digest: str,
     console: Console,
 ) -> Adaptation:
-    """Write the weights of the ``chosen`` step and return the document. Only the main process calls it.
-
-    Raises UserError where the model has changed since the training began, or OUT cannot be written.
-    """
+    """Write the weights of the ``chosen`` step and return the document. Only the main process calls it."""
     check_unchanged(open_checkpoint(task.model), task, progress, work)
     losses, options, objective = read_metrics(work.metrics, "loss"), task.options, task.options.objective
     heldout, criterion = None, None

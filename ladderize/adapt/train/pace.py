@@ -43,12 +43,8 @@ class Pace:
 
     @classmethod
     def of(cls, options: AdaptOptions, config: Mapping[str, Any], ranks: int, accumulation: int = 1) -> "Pace":
-        """Return the pace of training a model.
-
-        ranks: that read different data: all processes / ``tp_size``.
-        accumulation: Accelerate's steps of gradient accumulation; 1: the launcher was given none.
-        Raises UserError for options that do not go together.
-        """
+        """Return the pace of training a model. ranks: that read different data: all processes / ``tp_size``.
+        accumulation: Accelerate's steps of gradient accumulation; 1: the launcher was given none."""
         positions = most_positions(config)
         seq_len = options.seq_len or min(row_of_ids(options.data) or 2048, positions)
         if seq_len > positions:
@@ -82,12 +78,9 @@ class Pace:
         return replace(pace, warmup_steps=warmup if options.warmup_steps is None else options.warmup_steps)
 
     def after_alignment(self, left: float) -> "Pace":
-        """Return the pace on aligned weights, with a lower peak and a longer rise where the options leave them open.
-
-        A divergence grows with the square of the distance to go, and Adam's rate is the length of its steps.
-
-        left: the held-out divergence from the dense model, in nats per token.
-        """
+        """Return the pace on aligned weights, with a lower peak and a longer rise where the options leave them
+        open. A divergence grows with the square of the distance to go, and Adam's rate is the length of its
+        steps. left: the held-out divergence from the dense model, in nats per token."""
         lr, warmup = self.options.lr, self.options.warmup_steps
         if lr is None:
             lr = self.lr * min(1.0, max(LEAST_PEAK, math.sqrt(left / WHOLE_PEAK_FROM)))
@@ -123,10 +116,8 @@ class Pace:
         return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1)) * decay[self.options.lr_schedule]
 
     def validations(self, rows: int) -> tuple[int, int]:
-        """Return how many of the held-out ``rows`` are scored, and how often after steps.
-
-        What was not asked for takes at most a tenth of the time, if a row is scored as slowly as it is trained on.
-        """
+        """Return how many of the held-out ``rows`` are scored, and how often after steps. What was not asked
+        for takes at most a tenth of the time, if a row is scored as slowly as it is trained on."""
         options = self.options
         all_asked = options.heldout is not None or bool(options.eval_data)
         before = 1.5 if options.distill_from else 1.0  # validations before the first step: the dense model's, too

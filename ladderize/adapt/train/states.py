@@ -110,10 +110,8 @@ class TrainingFolder(Unfinished):
         return int(states[-1].name[len("step-") :]) if states else None
 
     def save(self, progress: Progress, model: TrainingModel) -> None:
-        """Write this step's state, whole or not at all. All ranks call it.
-
-        The last ``STATES_KEPT`` states and the best weights are kept.
-        """
+        """Write this step's state, whole or not at all. All ranks call it. The last ``STATES_KEPT`` states and
+        the best weights are kept."""
         if self.at == progress.step:
             return  # while it is written again a killed run would lose it
         accelerator, path = model.accelerator, self.folder / f"step-{progress.step:08d}"
@@ -169,11 +167,8 @@ class TrainingFolder(Unfinished):
         os.truncate(self.metrics, min(self.metrics.stat().st_size, progress.metrics_bytes))
 
     def save_weights(self, step: int, model: TrainingModel, stored: Mapping[str, torch.dtype]) -> None:
-        """Write the trained tensors in their ``stored`` dtypes, or float32, one after the other.
-
-        They are gathered from the ranks, so all ranks call it; the main one writes.
-        Raises UserError where the disk is full.
-        """
+        """Write the trained tensors in their ``stored`` dtypes, or float32, one after the other. They are
+        gathered from the ranks, so all ranks call it; the main one writes."""
         if not model.accelerator.is_main_process:
             for name in model.shapes:
                 model.whole(name)

@@ -72,9 +72,7 @@ class Student(LossModule, ScoredLogits):  # type: ignore[misc]
 
 def open_model(checkpoint: Checkpoint, layout: Layout, device: Any, dtype: torch.dtype) -> Any:
     """Return the model of a checkpoint with its weights in ``dtype``, of our own class even where it is dense.
-
-    device: None leaves the weights to Accelerate, which shards them.
-    """
+    device: None leaves the weights to Accelerate, which shards them."""
     blocks = Blocks(checkpoint, torch.float32, torch.device("cpu"))
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -111,11 +109,8 @@ def make_student(
     seed: int = 0,
     gradient_checkpointing: bool = False,
 ) -> Student:
-    """Return the model in training.
-
-    trained: tensors that change.
-    lora: a ``peft.LoraConfig``, whose adapters change instead.
-    """
+    """Return the model in training. trained: tensors that change. lora: a ``peft.LoraConfig``, whose adapters
+    change instead."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
         parameter.data = parameter.data.to(torch.float32 if name in trained else compute)
@@ -129,10 +124,7 @@ def make_student(
 
 
 def make_teacher(model: Any, compute: torch.dtype, student: Student | None) -> ScoredLogits:
-    """Return the dense model, frozen.
-
-    student: shares its frozen parameters where both have equal ones.
-    """
+    """Return the dense model, frozen. student: shares its frozen parameters where both have equal ones."""
     frozen = {}
     if student is not None:
         named = student.model.named_parameters()

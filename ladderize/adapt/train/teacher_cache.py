@@ -70,10 +70,8 @@ class TeacherCache:
 
     @classmethod
     def make(cls, folder: str, identity: Mapping[str, Any]) -> "TeacherCache":
-        """Return the answers for a training, whose subfolder is made if it is not there.
-
-        identity: the task's.
-        """
+        """Return the answers for a training, whose subfolder is made if it is not there. identity: the
+        task's."""
         rows_of_file = max(1, PART_TOKENS // identity["seq_len"])
         decides = {key: identity[key] for key in DECIDES}
         decides |= {"order": ORDER, "kept": KEPT, "rows_of_part": rows_of_file}
@@ -91,10 +89,7 @@ class TeacherCache:
         return [number for number in range(-(-rows // self.rows_of_file)) if not self.path(kind, number).is_file()]
 
     def save(self, path: Path, rows: Sequence[PackedRow], answers: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Save a file: of each of its rows the two tensors that ``answer`` returns.
-
-        Raises UserError where the disk is full, or an answer is not finite.
-        """
+        """Save a file: of each of its rows the two tensors that ``answer`` returns."""
         likeliest, scores = zip(*answers, strict=True)
         tensors = {
             "hashes": torch.tensor([row_hash(row) for row in rows]),
@@ -109,11 +104,8 @@ class TeacherCache:
         temporary.rename(path)
 
     def answered(self, kind: str, number: int, row: PackedRow) -> dict[str, Any]:
-        """Return a row with its answers, as ``collate`` takes them.
-
-        number: of the row, in the order of the first epoch.
-        Raises UserError for a file that cannot be read, and for answers of another row.
-        """
+        """Return a row with its answers, as ``collate`` takes them. number: of the row, in the order of the
+        first epoch."""
         path, index = self.path(kind, number // self.rows_of_file), number % self.rows_of_file
         try:
             with safe_open(path, framework="pt") as file:
@@ -159,10 +151,7 @@ class AnsweredRows(torch.utils.data.Dataset[dict[str, Any]]):
 def answer(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the answers of tokens: the likeliest next tokens, int32 [tokens, kept], and logarithms, float16
     [tokens, kept + 2]: of their probabilities, of the probability of all others together, and of the target's.
-
-    logits: [tokens, vocab].
-    targets: [tokens].
-    """
+    logits: [tokens, vocab]. targets: [tokens]."""
     logs = logits.float().log_softmax(-1)
     top = logs.topk(min(KEPT, logs.shape[1]), -1)
     rest = logs.scatter(1, top.indices, -math.inf).logsumexp(-1, keepdim=True)
@@ -191,12 +180,9 @@ def with_answers(
     ranks: Ranks,
     console: Console,
 ) -> tuple[AnsweredRows, list[dict[str, Any]]]:
-    """Return the rows to train on and those held out with the dense model's answers.
-
-    All ranks call it. If some answers are missing, each process loads the dense model and asks it for a share.
-
-    identity: the task's; the main process alone has it.
-    """
+    """Return the rows to train on and those held out with the dense model's answers. All ranks call it. If some
+    answers are missing, each process loads the dense model and asks it for a share. identity: the task's; the
+    main process alone has it."""
     pace, device, dense = task.pace, accelerator.device, task.teacher
     order = [*islice(row_order(len(rows), pace.options.seed), len(rows))]
     cache, missing = None, []

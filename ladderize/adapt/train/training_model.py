@@ -81,11 +81,8 @@ class TrainingModel(ABC):
     @contextlib.contextmanager
     def evaluating(self, stored: Mapping[str, torch.dtype]) -> Iterator[None]:
         """Prepare for evaluation: no dropout, no gradients, and weights rounded as a file will hold them.
-
-        Copies of the unrounded values take the memory of the gradients meanwhile.
-
-        stored: the dtypes of tensors by name; others are float32. A parameter of several has the widest of theirs.
-        """
+        Copies of the unrounded values take the memory of the gradients meanwhile. stored: the dtypes of tensors
+        by name; others are float32. A parameter of several has the widest of theirs."""
         dtypes: dict[Tensor, torch.dtype] = {}
         for name in self.shapes:
             dtype = stored.get(name, torch.float32)
@@ -113,9 +110,7 @@ class TrainingModel(ABC):
     @abstractmethod
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients down to ``max_norm``; returns the whole model's norm before, equal on all ranks.
-
-        It is called once, after a step's last micro-batch.
-        """
+        It is called once, after a step's last micro-batch."""
 
     @abstractmethod
     def holders(self, name: str) -> Sequence[Tensor]:

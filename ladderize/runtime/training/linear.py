@@ -53,10 +53,8 @@ class WeightGradient:
         self.total: Tensor | None = None
 
     def add(self, products: list[tuple[Tensor, Tensor]], parameter: Tensor) -> Tensor | None:
-        """Add one use's products; return the sum with the last use, None before.
-
-        products: of each the gradient, and its input.
-        """
+        """Add one use's products; return the sum with the last use, None before. products: of each the
+        gradient, and its input."""
         for gradient, x in products:
             left, right = gradient.flatten(0, -2).t(), x.flatten(0, -2)
             if self.total is None:

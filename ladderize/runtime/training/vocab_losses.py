@@ -38,9 +38,7 @@ class LossModule(nn.Module):
 
     def forward(self, batch: Batch, teacher_logits: Tensor | None = None) -> Tensor:
         """Return the sums of cross-entropy and divergence of a pass: [2], fp32, equal on all ranks.
-
-        teacher_logits: [tokens that count, own vocab]; None: those of the batch's answers, if it has any.
-        """
+        teacher_logits: [tokens that count, own vocab]; None: those of the batch's answers, if it has any."""
         logits = self.scored_logits(batch)
         if batch.likeliest is not None and batch.answers is not None:
             teacher_logits = teacher_from_answers(logits, batch.likeliest, batch.answers, *self.vocabulary)

@@ -40,10 +40,8 @@ class Piece:
     head_dim: int = 0
 
     def whole(self, of: Callable[[Tensor], Tensor], tensor: Ranks) -> Tensor:
-        """Return the checkpoint's tensor, on every rank of ``tensor``. All of them call it.
-
-        of: picks a tensor of a parameter: itself, its gradient, or a moment of the optimizer.
-        """
+        """Return the checkpoint's tensor, on every rank of ``tensor``. All of them call it. of: picks a tensor
+        of a parameter: itself, its gradient, or a moment of the optimizer."""
         held = [of(parameter)[rows].detach() for parameter, rows in self.slices]
         local = held[0] if len(held) == 1 else torch.cat(held, self.dim or 0)
         local = unpair_rope_rows(local, self.head_dim) if self.head_dim else local
@@ -66,23 +64,17 @@ class TrainedLinear(nn.Module):
         self.weight, self.bias = _parameter(linear.weight), _parameter(linear.bias)
 
 
-class TrainedAttention(nn.Module):
-    def __init__(self, weights: AttentionWeights) -> None:
+class TrainedSublayer(nn.Module):
+    """An attention or an MLP: its norms, the bias behind its sum, and its products, of each virtual rank."""
+
+    def __init__(self, weights: Any, *products: str) -> None:
         super().__init__()
         self.norm, self.bias = _parameter(weights.norm.weight), _parameter(weights.bias)
-        self.qkv = nn.ModuleList(map(TrainedLinear, weights.qkv))
-        self.o = nn.ModuleList(map(TrainedLinear, weights.o))
-        norms = weights.head_norms
+        for name in products:
+            setattr(self, name, nn.ModuleList(map(TrainedLinear, getattr(weights, name))))
+        norms = getattr(weights, "head_norms", None)
         self.q_norm = None if norms is None else _parameter(norms.query)
         self.k_norm = None if norms is None else _parameter(norms.key)
-
-
-class TrainedMlp(nn.Module):
-    def __init__(self, weights: MlpWeights) -> None:
-        super().__init__()
-        self.norm, self.bias = _parameter(weights.norm.weight), _parameter(weights.bias)
-        self.gate_up = nn.ModuleList(map(TrainedLinear, weights.gate_up))
-        self.down = nn.ModuleList(map(TrainedLinear, weights.down))
 
 
 class TrainedWeights(nn.Module):
@@ -106,18 +98,14 @@ class TrainedWeights(nn.Module):
             pad = pad_id % shape.vocab - shape.vocab_start  # a number below 0 counts from the end
             self.own_pad = pad if 0 <= pad < shape.own_vocab else None
         self.embed = _parameter(weights.embed)
-        self.attentions = nn.ModuleList(TrainedAttention(attention) for attention, _ in weights.layers)
-        self.mlps = nn.ModuleList(TrainedMlp(mlp) for _, mlp in weights.layers)
+        self.attentions = nn.ModuleList(TrainedSublayer(attention, "qkv", "o") for attention, _ in weights.layers)
+        self.mlps = nn.ModuleList(TrainedSublayer(mlp, "gate_up", "down") for _, mlp in weights.layers)
         self.norm = _parameter(weights.norm.weight)
         self.head = self.embed if shape.tied else _parameter(weights.head.weight)
 
     def pieces(self) -> dict[str, Piece]:
         """Return the pieces of the trained tensors, by their names in a checkpoint."""
-        trained = {}
-        for name, piece in self.all_pieces():
-            if all(parameter.requires_grad for parameter in piece.parameters):
-                trained[name] = piece
-        return trained
+        return {name: piece for name, piece in self.all_pieces() if piece.parameters[0].requires_grad}
 
     def all_pieces(self) -> Iterator[tuple[str, Piece]]:
         shape = self.shape
@@ -172,10 +160,8 @@ class TrainedWeights(nn.Module):
     # ---- gradients that the ranks know parts of ----
 
     def partial_parameters(self) -> list[Tensor]:
-        """Return the parameters that every rank holds and knows a part of the gradient of.
-
-        They lie between a sum over the ranks and the products that are split among them.
-        """
+        """Return the parameters of which every rank knows a part of the gradient: they lie between a sum over the ranks
+        and the products that are split among them."""
         partial: list[Tensor | None] = [self.norm]
         modes = zip(self.layout.attention_sync, self.layout.mlp_sync, strict=True)
         for (attention, mlp), (attention_mode, mlp_mode) in zip(self._layers(), modes, strict=True):
@@ -209,10 +195,8 @@ class TrainedWeights(nn.Module):
 
     @torch.no_grad()
     def sum_partial_gradients(self, tensor: Ranks) -> None:
-        """Sum the gradients that ranks know parts of, in one message, after all backward passes of a step.
-
-        All ranks of ``tensor`` call it. KV heads that several virtual ranks hold have the sum of their gradients.
-        """
+        """Sum the gradients that ranks know parts of, in one message, after all backward passes of a step. KV heads
+        that several virtual ranks hold have the sum of their gradients."""
         sent: list[Tensor] = []
         if tensor.size > 1:
             sent = [parameter.grad for parameter in self.partial_parameters() if parameter.grad is not None]
@@ -296,9 +280,8 @@ def build_weights(
     compute: torch.dtype,
     shared: TrainedWeights | None = None,
 ) -> TrainedWeights:
-    """Read this rank's part.
+    """Read this rank's part. source: returns the function that reads slices as a dtype.
 
-    source: returns the function that reads slices as a dtype.
     trained: names of the tensors that change; of a layer all or none.
     shared: weights whose frozen parameters are used again where they are equal (a teacher and its student).
     """
