@@ -120,7 +120,12 @@ class Loop:
     def run(self) -> Progress:
         """Train until the budget is spent."""
         progress, pace, options, console = self.progress, self.pace, self.pace.options, self.console
-        times = self.choose_heldout()
+        count = len(self.heldout)
+        rows, times = pace.validations(count)
+        progress.heldout_rows = progress.heldout_rows or rows  # those that an earlier run has scored
+        self.heldout = [self.heldout[k] for k in np.linspace(0, count - 1, progress.heldout_rows, dtype=int)]
+        if self.heldout:
+            console.note(f"validating on {len(self.heldout)} of {count} held-out rows")
         if progress.step == 0 and self.heldout:
             self.validate_first()
         begun, total, unit, done = progress.step, options.max_steps, "steps", progress.step
@@ -250,16 +255,6 @@ class Loop:
         raise UserError(f"{problem}; step {step} was not applied; {advice} with a lower --lr")
 
     # ---- validation ----
-
-    def choose_heldout(self) -> int:
-        """Keep the held-out rows that are scored, and return how often they are."""
-        count, progress = len(self.heldout), self.progress
-        rows, times = self.pace.validations(count)
-        progress.heldout_rows = progress.heldout_rows or rows  # those that an earlier run has scored
-        self.heldout = [self.heldout[k] for k in np.linspace(0, count - 1, progress.heldout_rows, dtype=int)]
-        if self.heldout:
-            self.console.note(f"validating on {len(self.heldout)} of {count} held-out rows")
-        return times
 
     def validate_first(self) -> None:
         """Score the held-out rows before the first step, also under the teacher."""

@@ -14,20 +14,16 @@ FP32 = 4
 OTHER_BYTES = 500_000_000  # for the interpreter and the libraries, roughly
 
 
-def trained_numbers(task: Task) -> int:
-    tensors, options = task.checkpoint.tensors, task.options
-    if not task.is_lora:
-        return sum(tensors[name].numel for name in task.trained)
-    targets = tuple(f"{target}.weight" for target in options.lora_targets)
-    adapted = [name for name in trained_tensors(tensors, task.layers, False) if name.endswith(targets)]
-    return options.lora_rank * sum(sum(tensors[name].shape) for name in adapted)
-
-
 def estimate(task: Task) -> dict[str, Any]:
     """Return the document of --dry-run: the memory of each process, and the most that unfinished work takes on disk, in
     bytes."""
     config, options, pace = task.checkpoint.config, task.options, task.pace
-    compute, parameters, trained = task.compute.itemsize, parameter_count(config), trained_numbers(task)
+    compute, parameters, tensors = task.compute.itemsize, parameter_count(config), task.checkpoint.tensors
+    trained = sum(tensors[name].numel for name in task.trained)
+    if task.is_lora:
+        targets = tuple(f"{target}.weight" for target in options.lora_targets)
+        adapted = [name for name in trained_tensors(tensors, task.layers, False) if name.endswith(targets)]
+        trained = options.lora_rank * sum(sum(tensors[name].shape) for name in adapted)
     frozen = parameters if task.is_lora else parameters - trained
     is_sharded = task.launch.sharded
     ranks = task.launch.processes if is_sharded else options.tp_size

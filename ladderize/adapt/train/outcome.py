@@ -14,7 +14,6 @@ from ladderize.adapt.train.states import Progress, TrainingFolder, read_metrics
 from ladderize.adapt.train.task import Task
 from ladderize.adapt.train.teacher_cache import check_apart
 from ladderize.blocks import open_checkpoint
-from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint, locate_tensors
 from ladderize.console import Console, code_span, human_seconds, to_json
 from ladderize.convert.pipeline import convert_checkpoint
@@ -57,7 +56,7 @@ class Adaptation(Record):
     def summary(self) -> list[str]:
         """Return the results in a few lines, for people."""
         criterion, heldout = self.criterion, self.heldout_perplexity
-        objective = Objective.of(self.distill_from, self.options["distill_weight"])
+        objective = Objective.of(self.distill_from, self.options.get("distill_weight"))
         lines = [
             f"{self.steps:,} steps, {self.tokens:,} tokens in {human_seconds(self.training_seconds)}; loss"
             f" ({objective.label}) {self.loss['first']:.4f} to {self.loss['last']:.4f}"
@@ -92,9 +91,9 @@ def check_out(task: Task) -> None:
         check_apart(options.teacher_cache, [*made, *(source.folder for source in sources)])
 
 
-def check_unchanged(checkpoint: Checkpoint, task: Task, progress: Progress, work: TrainingFolder) -> None:
-    """Raise UserError where the model is another than the one that was trained: OUT has its frozen weights."""
-    if fingerprint(checkpoint) != progress.model:
+def check_unchanged(model: str, task: Task, progress: Progress, work: TrainingFolder) -> None:
+    """Raise UserError unless the model, by its fingerprint, is the trained one: OUT has its frozen weights."""
+    if model != progress.model:
         raise UserError(
             f"{task.model} has changed since the training began, and {work.folder} holds its retrained weights; restore"
             " the model"
@@ -125,7 +124,7 @@ def write_outcome(
     console: Console,
 ) -> Adaptation:
     """Write the weights of the ``chosen`` step and return the document. Only the main process calls it."""
-    check_unchanged(open_checkpoint(task.model), task, progress, work)
+    check_unchanged(fingerprint(open_checkpoint(task.model)), task, progress, work)
     losses, options, objective = read_metrics(work.metrics, "loss"), task.options, task.options.objective
     heldout, criterion = None, None
     before, after = progress.before, progress.best if chosen == progress.kept_step else progress.last

@@ -1,6 +1,7 @@
 """``ladderize adapt --method full`` and ``lora``: retrain a whole checkpoint, and write a checkpoint or an adapter."""
 
 import math
+import os
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -26,6 +27,7 @@ from ladderize.adapt.train.teacher_cache import with_answers
 from ladderize.adapt.train.tensor_parallel import build_tensor_parallel
 from ladderize.adapt.train.training_model import HFTraining, TrainingModel
 from ladderize.blocks import open_checkpoint
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console, human_count
 from ladderize.convert.inspection import ALIGNMENT, read_retrainings
 from ladderize.errors import UsageError, UserError
@@ -160,12 +162,12 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) 
                 rows, heldout = with_answers(task, rows, heldout, identity, accelerator, ranks, console)
             model = make_model(task, accelerator, ranks, console)
             loop = Loop(model, rows, heldout, task.pace, work, console, task.stored)
-            if ranks.is_main:
-                loop.progress.model = task.fingerprint
+            loop.progress.model = fingerprint(task.checkpoint)
             if step:
                 resume(loop, step, task, ranks)
-            if ranks.is_main:
-                work.cut_metrics(loop.progress)
+            if ranks.is_main:  # a killed run has written to it after its last state
+                work.metrics.touch()
+                os.truncate(work.metrics, min(work.metrics.stat().st_size, loop.progress.metrics_bytes))
             announce(task, model, accelerator, console)
             progress = loop.run()
         except torch.OutOfMemoryError:
@@ -255,8 +257,7 @@ def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Cons
 def resume(loop: Loop, step: int, task: Task, ranks: Ranks) -> None:
     """Load the state of a step. All ranks call it."""
     work, progress = loop.folder, loop.folder.load(step, loop.model)
-    if ranks.is_main:
-        check_unchanged(task.checkpoint, task, progress, work)
+    check_unchanged(loop.progress.model, task, progress, work)
     kept = progress.kept_step
     if not ranks.broadcast(kept is None or work.weights(kept).exists()):  # they went with a later state
         progress.kept_step, progress.best = None, progress.before

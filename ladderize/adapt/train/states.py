@@ -161,11 +161,6 @@ class TrainingFolder(Unfinished):
         self.at = step
         return progress
 
-    def cut_metrics(self, progress: Progress) -> None:
-        """Drop what a killed run has written to metrics.jsonl after its last state. The main process calls it."""
-        self.metrics.touch()
-        os.truncate(self.metrics, min(self.metrics.stat().st_size, progress.metrics_bytes))
-
     def save_weights(self, step: int, model: TrainingModel, stored: Mapping[str, torch.dtype]) -> None:
         """Write the trained tensors in their ``stored`` dtypes, or float32, one after the other. They are
         gathered from the ranks, so all ranks call it; the main one writes."""

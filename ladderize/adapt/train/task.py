@@ -1,7 +1,6 @@
 """The subject of a retraining: models, layers and options, checked against each other before anything is loaded."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +119,6 @@ class Task:
             self.layers, options.lora_rank, options.lora_alpha, options.lora_dropout, options.lora_targets
         )
 
-    @cached_property
-    def fingerprint(self) -> str:
-        return fingerprint(self.checkpoint)
-
     @property
     def resolved_options(self) -> dict[str, Any]:
         """What training was asked, with every default resolved."""
@@ -135,7 +130,7 @@ class Task:
         """Return everything that a run must have in common with the one it resumes. Reads files."""
         asked = self.resolved_options
         return {
-            "model": self.fingerprint,
+            "model": fingerprint(self.checkpoint),
             "layout": self.layout.to_config(),
             "teacher": None if self.teacher is None else fingerprint(self.teacher),
             "tokenizer": tokenizer_hash(self.checkpoint.folder),

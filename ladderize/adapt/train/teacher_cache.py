@@ -75,8 +75,11 @@ class TeacherCache:
         rows_of_file = max(1, PART_TOKENS // identity["seq_len"])
         decides = {key: identity[key] for key in DECIDES}
         decides |= {"order": ORDER, "kept": KEPT, "rows_of_part": rows_of_file}
-        for key in ("data", "eval_data"):
-            decides[key] = [wherever(source) for source in identity[key]]
+        for key in ("data", "eval_data"):  # wherever the files lie
+            decides[key] = []
+            for source in identity[key]:
+                files = [(split_name(name)[1], *seen) for name, seen in source["files"].items()]
+                decides[key].append([split_weight(source["data"])[1], *files])
         subfolder = resolved(folder) / f"answers-{run_digest(decides)[:16]}"
         subfolder.mkdir(parents=True, exist_ok=True)
         return cls(subfolder, rows_of_file)
@@ -119,19 +122,13 @@ class TeacherCache:
         return {**row, **answers}
 
 
-def wherever(source: Mapping[str, Any]) -> list[Any]:
-    """Return the identity of a source of data without the folders of its files."""
-    files = [(split_name(name)[1], *seen) for name, seen in source["files"].items()]
-    return [split_weight(source["data"])[1], *files]
-
-
 def row_hash(row: PackedRow) -> int:
     """Return a hash of a row's ids and targets, a signed 64-bit integer."""
     content = np.asarray([row["input_ids"], row["targets"]], dtype="<i4").tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
-class AnsweredRows(torch.utils.data.Dataset[dict[str, Any]]):
+class AnsweredRows:
     """The rows of a training (a ``datasets.Dataset``) with the dense model's answers.
 
     order: the numbers of the rows, in the order in which the first epoch reads them.

@@ -4,7 +4,6 @@ Every rank holds its slices of the weights, their gradients and their optimizer 
 the same rows; groups are data parallel (DDP).
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +49,7 @@ class TensorParallelTraining(TrainingModel):
         self.vocabulary = student.vocabulary
         self.pieces = student.weights.pieces()
         self.shapes = {name: tuple(piece.shape) for name, piece in self.pieces.items()}
+        self.holders = {name: piece.parameters for name, piece in self.pieces.items()}
         wrapped: Any = student
         if data.size > 1:
             wrapped = DistributedDataParallel(
@@ -91,9 +91,6 @@ class TensorParallelTraining(TrainingModel):
             if gradient is not None:
                 gradient.mul_(scale)
         return norm
-
-    def holders(self, name: str) -> Sequence[Tensor]:
-        return self.pieces[name].parameters
 
     def whole(self, name: str) -> Tensor:
         return self.pieces[name].whole(Tensor.detach, self.tensor)

@@ -36,13 +36,15 @@ class TrainingModel(ABC):
     answers.
     data_rank, data_size: this rank among those that share the rows of a step.
     tp_size: ranks that work on the same rows.
-    shapes: of every whole trained tensor, by its name in a file.
+    shapes, holders: of every trained tensor, by its name in a file: its shape, and the parameters that this rank has of
+    it.
     vocabulary: the ranks that share it, and this one's part, as ``vocab_parallel_losses`` takes them.
     """
 
     vocabulary: tuple[Collectives, int, int]
     optimizer: Any
     shapes: Mapping[str, tuple[int, ...]]
+    holders: Mapping[str, Sequence[Tensor]]
 
     def __init__(
         self, accelerator: Accelerator, student: Any, teacher: Callable[[Batch], Tensor] | None, tp_size: int = 1
@@ -86,7 +88,7 @@ class TrainingModel(ABC):
         dtypes: dict[Tensor, torch.dtype] = {}
         for name in self.shapes:
             dtype = stored.get(name, torch.float32)
-            for parameter in self.holders(name):
+            for parameter in self.holders[name]:
                 dtypes[parameter] = torch.promote_types(dtypes.get(parameter, dtype), dtype)
         kept: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad():
@@ -111,10 +113,6 @@ class TrainingModel(ABC):
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients down to ``max_norm``; returns the whole model's norm before, equal on all ranks.
         It is called once, after a step's last micro-batch."""
-
-    @abstractmethod
-    def holders(self, name: str) -> Sequence[Tensor]:
-        """Return this rank's parameters that hold a trained tensor, or parts of it."""
 
     @abstractmethod
     def whole(self, name: str) -> Tensor:
@@ -172,21 +170,18 @@ class HFTraining(TrainingModel):
         prepared, self.optimizer = accelerator.prepare(student, optimizer)
         super().__init__(accelerator, prepared, None if teacher is None else place_teacher(teacher, accelerator))
         named = accelerator.unwrap_model(prepared).model.named_parameters()
-        self.named = {file_name(name): parameter for name, parameter in named if parameter.requires_grad}
+        trainable = {file_name(name): parameter for name, parameter in named if parameter.requires_grad}
+        self.holders = {name: [parameter] for name, parameter in trainable.items()}
         # Only DeepSpeed knows the shape of a tensor that ZeRO 3 has sharded.
-        shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in self.named.items()}
-        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self.shapes = {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in trainable.items()}
         accelerator.register_save_state_pre_hook(self._leave_out_frozen)
 
     def clip(self, max_norm: float) -> Tensor:
         norm = self.accelerator.clip_grad_norm_(self.parameters, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
 
-    def holders(self, name: str) -> Sequence[Tensor]:
-        return [self.named[name]]
-
     def whole(self, name: str) -> Tensor:
-        parameter = self.named[name]
+        (parameter,) = self.holders[name]
         if hasattr(parameter, "ds_id"):
             import deepspeed
 
