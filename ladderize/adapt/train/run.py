@@ -65,13 +65,7 @@ def adapt_checkpoint(options: AdaptOptions, *, console: Console = SILENT) -> Ada
     if options.tp_size == 1 or already_started():
         return retrain(join_ranks(device), options, console)
     return run(
-        retrain,
-        options,
-        console,
-        tp_size=options.tp_size,
-        device=device,
-        timeout=TRAINING_TIMEOUT,
-        stoppable=True,
+        retrain, options, console, tp_size=options.tp_size, device=device, timeout=TRAINING_TIMEOUT, stoppable=True
     )
 
 

@@ -121,7 +121,7 @@ class Task:
 
     @property
     def resolved_options(self) -> dict[str, Any]:
-        """What training was asked, with every default resolved."""
+        """The options with every default resolved, as adaptation.json has them."""
         options, pace = vars(self.options), vars(self.pace)
         asked = {name: pace.get(name, value) for name, value in options.items() if name not in OF_THE_COMMAND}
         return asked | {"train": self.options.train or CONVERTED}
