@@ -65,6 +65,7 @@ def vocab_parallel_losses(
     group see the same targets. In fp32 there are never more than LOGITS_AT_ONCE numbers of the logits at once.
     """
     width = max(0, min(vocab - vocab_start, logits.shape[1]))
+    owner = targets.clamp(0, vocab - 1)[:, None] // max(1, logits.shape[1])  # the rank that has the target
     if width < logits.shape[1]:  # the gradient of a slice is a copy
         logits = logits[:, :width]
     teacher = None if teacher_logits is None else teacher_logits[:, :width]
@@ -74,12 +75,13 @@ def vocab_parallel_losses(
     with torch.no_grad():
         # of each token: log sum exp, log q of the target, and with a teacher its log sum exp and the divergence
         columns = 2 if teacher is None else 4
-        statistics = torch.full((len(logits), columns), -math.inf, device=logits.device)
+        statistics = torch.zeros((len(logits), columns), device=logits.device)
+        statistics[:, ::2] = -math.inf  # of a rank that has nothing but padding
         for rows in _chunks(logits) if width else ():
             scores = logits[rows].float()
             logs = scores.log_softmax(-1)
             statistics[rows, 0] = scores.logsumexp(-1)
-            statistics[rows, 1] = logs.gather(1, column[rows])[:, 0].where(here[rows], -math.inf)
+            statistics[rows, 1] = logs.gather(1, column[rows])[:, 0].where(here[rows], 0)
             if teacher is not None:
                 scores = teacher[rows].float()
                 statistics[rows, 2] = scores.logsumexp(-1)
@@ -89,7 +91,8 @@ def vocab_parallel_losses(
         sums, log_targets, *of_teacher = gathered.unflatten(-1, (-1, columns)).unbind(-1)
         log_shares = sums - sums.logsumexp(-1, keepdim=True)
         is_known = (targets >= 0) & (targets < vocab)
-        entropy = -(log_targets + log_shares).amax(-1).where(is_known, math.nan).sum()
+        log_target = log_targets.sum(-1) + log_shares.gather(1, owner)[:, 0]
+        entropy = -log_target.where(is_known, math.nan).sum()
         divergence, shares = torch.zeros_like(entropy), [statistics[:, 0] - sums.logsumexp(-1)]
         if teacher is not None:
             sums, divergences = of_teacher
