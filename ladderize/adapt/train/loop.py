@@ -118,7 +118,6 @@ class Loop:
         self.asked_to_stop = False
 
     def run(self) -> Progress:
-        """Train until the budget is spent."""
         progress, pace, options, console = self.progress, self.pace, self.pace.options, self.console
         count = len(self.heldout)
         rows, times = pace.validations(count)
@@ -257,7 +256,6 @@ class Loop:
     # ---- validation ----
 
     def validate_first(self) -> None:
-        """Score the held-out rows before the first step, also under the teacher."""
         progress, has_teacher, target = self.progress, self.pace.options.distill_from is not None, ""
         passes = 2 if has_teacher else 1
         with self.console.progress("validating before the first step", passes * len(self.heldout)) as advance:
@@ -325,7 +323,6 @@ class Loop:
                 raise StopRequested
 
     def write(self, values: Mapping[str, float]) -> None:
-        """Add a line to metrics.jsonl, and pass it on to the trackers."""
         if self.accelerator.is_main_process:
             # JSON has no infinity
             line = {key: value if math.isfinite(value) else None for key, value in values.items()}

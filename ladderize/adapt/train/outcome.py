@@ -54,7 +54,6 @@ class Adaptation(Record):
     base: AdapterBase | None = None
 
     def summary(self) -> list[str]:
-        """Return the results in a few lines, for people."""
         criterion, heldout = self.criterion, self.heldout_perplexity
         objective = Objective.of(self.distill_from, self.options.get("distill_weight"))
         lines = [

@@ -52,7 +52,6 @@ class Scores(Record):
         return value if math.isfinite(value) else math.inf
 
     def text(self, objective: Objective) -> str:
-        """Return the scores in words: the perplexity, and the criterion where it is another value."""
         criterion = f"{objective.label} {self.criterion(objective):.4g}, " if objective.distill_weight else ""
         return f"held-out {criterion}perplexity {self.perplexity:.4f}"
 
@@ -149,7 +148,6 @@ class TrainingFolder(Unfinished):
         self.at = progress.step
 
     def load(self, step: int, model: TrainingModel) -> Progress:
-        """Load the state of a step and return its progress; raises UserError for a damaged one."""
         path = self.folder / f"step-{step:08d}"
         try:
             progress = Progress.from_dict(read_json(path / STATE), STATE)

@@ -86,7 +86,6 @@ class Task:
 
     @property
     def aligned(self) -> Path:
-        """The folder of the aligned checkpoint that ``--align`` leaves beside OUT."""
         return Path(f"{self.out}-aligned")
 
     @property

@@ -157,7 +157,6 @@ def answer(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_needed(rows: Any, order: Sequence[int], pace: Pace) -> int:
-    """Return how many rows of the first epoch a training reads."""
     if pace.options.max_steps:
         return min(len(rows), pace.options.max_steps * pace.batch_size)
     lengths, tokens = rows.select_columns("lengths"), 0
@@ -209,7 +208,6 @@ def with_answers(
 def _answers(
     rows: Sequence[PackedRow], teacher: Callable[[Batch], Tensor], at_once: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each row's answers."""
     for first in range(0, len(rows), at_once):
         batch = Batch.of(collate(rows[first : first + at_once]), device)
         with torch.no_grad():

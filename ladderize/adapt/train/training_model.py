@@ -54,7 +54,6 @@ class TrainingModel(ABC):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trained parameters, as this rank holds them."""
         return [parameter for parameter in self.student.parameters() if parameter.requires_grad]
 
     def losses(self, batch: Batch) -> Tensor:

@@ -104,7 +104,6 @@ class TrainedWeights(nn.Module):
         self.head = self.embed if shape.tied else _parameter(weights.head.weight)
 
     def pieces(self) -> dict[str, Piece]:
-        """Return the pieces of the trained tensors, by their names in a checkpoint."""
         return {name: piece for name, piece in self.all_pieces() if piece.parameters[0].requires_grad}
 
     def all_pieces(self) -> Iterator[tuple[str, Piece]]:
