@@ -5,9 +5,9 @@ from ladderize.adapt.layers.document import LayersDocument as LayersDocument
 from ladderize.adapt.layers.options import AlignOptions as AlignOptions
 from ladderize.adapt.layers.options import AssignOptions as AssignOptions
 from ladderize.adapt.layers.options import BlockwiseOptions as BlockwiseOptions
+from ladderize.adapt.layers.options import SensitivityOptions as SensitivityOptions
 from ladderize.adapt.layers.options import SpdOptions as SpdOptions
 from ladderize.adapt.layers.rewrite import adapt_layers as adapt_layers
-from ladderize.adapt.layers.sensitivity import measure_sensitivity as measure_sensitivity
 from ladderize.adapt.layers.sensitivity import write_sensitivity as write_sensitivity
 from ladderize.adapt.layers.spd import spd as spd
 from ladderize.adapt.train.merge import merge as merge
@@ -30,7 +30,6 @@ from ladderize.errors import UsageError as UsageError
 from ladderize.errors import UserError as UserError
 from ladderize.eval.compare import compare as compare
 from ladderize.eval.options import EvalOptions as EvalOptions
-from ladderize.eval.options import SensitivityOptions as SensitivityOptions
 from ladderize.eval.results import ComparisonDocument as ComparisonDocument
 from ladderize.eval.results import Comparisons as Comparisons
 from ladderize.eval.results import EvalResults as EvalResults

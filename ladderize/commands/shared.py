@@ -116,11 +116,11 @@ def command_line(*words: object) -> str:
 
 def show_layers(console: Console, document: "LayersDocument") -> None:
     """Print what happened to each layer, and the measures of the model before and after."""
-    from ladderize.adapt.layers.document import MEANINGS
+    from ladderize.adapt.layers.document import METHODS
 
     rows = [report.row() for report in document.layers]
     console.table(rows, right=[next(iter(rows[0]))])
-    console.prose(MEANINGS[document.method])
+    console.prose(METHODS[document.method].errors)
     console.result("")
     console.table(document.measured_rows(), right=["perplexity", "stderr", "KL to dense"])
     console.prose(document.target)

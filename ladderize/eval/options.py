@@ -1,5 +1,5 @@
-"""The options of ``ladderize eval`` and ``sensitivity``, with their defaults, and a check of tasks' names that needs no
-lm-eval, which takes many seconds. Imports no torch."""
+"""The options of ``ladderize eval``, with their defaults, and a check of tasks' names that needs no lm-eval (which
+takes many seconds). Imports no torch."""
 
 import importlib.util
 import os
@@ -11,9 +11,7 @@ from typing import Literal
 
 from ladderize.choices import (
     AS_JSON,
-    DEVICE,
     DTYPE,
-    MAX_SEED,
     MEASUREMENT,
     MEMORY,
     OUTPUT,
@@ -27,9 +25,7 @@ from ladderize.choices import (
     near_names,
     option,
 )
-from ladderize.convert.sensitivity_file import Mode
 from ladderize.errors import UsageError, UserError
-from ladderize.ranks.device import default_device
 
 MARGIN = 1.0  # points that may be lost
 NAMED_TASKS = re.compile(r"^\W*(?:task|group|tag)[\"']?: *[\"']?([\w.-]+)", re.MULTILINE)
@@ -172,37 +168,3 @@ def no_such_task(name: str, tasks: Iterable[str]) -> UserError:
         f"no task has the name {name!r} or matches it{near_names(name, tasks)}; lm-eval's `lm_eval ls tasks` lists"
         " them, and --include-path adds your own"
     )
-
-
-@dataclass(frozen=True)
-class SensitivityOptions:
-    """The options of ``ladderize sensitivity``; see its --help. Raises UsageError for impossible values."""
-
-    data: str = option("Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array).", ..., metavar="FILE")
-    mode: Mode = option(
-        "layers: change each layer alone: to ladder and, with --sync-tp-size, to delayed, spd, and spd and ladder."
-        " sweep: drop one more attention sync point at a time, from the last layer backwards (the SPD paper's).",
-        "layers",
-    )
-    sync_tp_size: int | None = option(
-        "TP size to delay and drop sync points for (virtual ranks). Without it only ladder is measured.", min=1
-    )
-    samples: int = option("Windows to score, drawn from the data; all if there are fewer.", 128, min=2)
-    seq_len: int | None = option(SEQ_LEN)
-    seed: int = option("Seed of the windows that are drawn.", 0, min=0, max=MAX_SEED)
-    dtype: Dtype = option(DTYPE, "auto")
-    device: str = option(DEVICE, default_device)
-    revision: str | None = option(REVISION)
-    align: bool = option(
-        "Measure each changed model as `adapt --method align` leaves it, on further windows of the data. Much more"
-        " work.",
-        False,
-    )
-    align_samples: int | None = option(
-        "Windows to align on.", min=1, shown="16,384 tokens, or four for each input of an MLP", needs="align"
-    )
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        if self.mode == "sweep" and self.sync_tp_size is None:
-            raise UsageError("--mode sweep needs --sync-tp-size N")
