@@ -225,7 +225,6 @@ class AdaptOptions:
     )
     overwrite: bool = option(choices.OVERWRITE, False, help="Replace OUT if it is a checkpoint (lora: an adapter).")
     verify: bool = option(choices.NO_VERIFY, True)
-    as_json: bool = option(choices.AS_JSON, False)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -287,4 +286,3 @@ class MergeOptions:
     revision: str | None = option(choices.REVISION)
     overwrite: bool = option(choices.OVERWRITE, False)
     verify: bool = option(choices.NO_VERIFY, True)
-    as_json: bool = option(choices.AS_JSON, False)

@@ -12,9 +12,9 @@ from ladderize.commands.shared import loading, show_layers, start_on, start_serv
 from ladderize.console import Console
 
 
-def adapt(options: AdaptOptions) -> None:
+def adapt(options: AdaptOptions, console: Console) -> None:
     """Retrain a converted checkpoint to win back accuracy, on text and on the dense model's predictions."""
-    console, layers = Console(options.as_json), layer_options(options)
+    layers = layer_options(options)
     with loading(options, console):
         start_server(1 if options.dry_run else options.tp_size)
         importlib.import_module(f"ladderize.adapt.{'train.run' if layers is None else 'layers.rewrite'}")

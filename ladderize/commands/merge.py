@@ -8,9 +8,8 @@ from ladderize.commands.shared import LOADING
 from ladderize.console import Console, human_bytes
 
 
-def merge(options: MergeOptions) -> None:
+def merge(options: MergeOptions, console: Console) -> None:
     """Merge a LoRA adapter into its base model, and write an ordinary checkpoint."""
-    console = Console(options.as_json)
     read_adapter_config(Path(options.adapter).expanduser())
     with console.stage(LOADING):
         from ladderize.adapt.train.merge import merge as merge_adapter

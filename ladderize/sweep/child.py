@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from ladderize.console import say, sentence
+from ladderize.console import Console, say, sentence
 from ladderize.errors import LadderizeError
 from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, Place, environment_with, start_context
 from ladderize.runtime.launch import Report, end_with_parent, how_it_ended, run_processes
@@ -88,7 +88,7 @@ def _work(stage: Stage, root: Path, environment: Mapping[str, str], pipe: Connec
 def _run_step(step: Step) -> None:
     """Call a function in this process, or in several with torchrun's variables."""
     if step.processes == 1:
-        step.run(step.options)
+        step.run(step.options, Console())
         return
     from torch.distributed import TCPStore
 
@@ -101,7 +101,7 @@ def _run_step(step: Step) -> None:
 
 def _run_as_rank(rank: Place, report: Report, step: Step, folder: Path) -> None:
     os.chdir(folder)
-    step.run(step.options)
+    step.run(step.options, Console())
 
 
 def _write_to(path: Path) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.choices import AS_JSON, OUTPUT, argument, option
+from ladderize.choices import OUTPUT, argument, option
 from ladderize.commands.shared import LOADING, command_line
 from ladderize.console import Console
 from ladderize.errors import UsageError
@@ -28,12 +28,11 @@ class SweepOptions:
     )
     prune: bool = option("Remove outputs that FILE no longer asks for.", False, panel=OUTPUT)
     write_example: bool = option("Print an example of FILE.", False, panel=OUTPUT)
-    as_json: bool = option(AS_JSON, False)
 
 
-def sweep(options: SweepOptions) -> None:
+def sweep(options: SweepOptions, console: Console) -> None:
     """Measure a grid of layouts from conversion to accuracy and speed. What is complete is kept and reused."""
-    file, out, console = options.file, options.out, Console(options.as_json)
+    file, out = options.file, options.out
     if options.write_example:
         console.result(EXAMPLE.read_text(encoding="utf-8").rstrip("\n"))
         return

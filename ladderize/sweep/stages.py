@@ -11,6 +11,7 @@ from typing import Any
 
 from ladderize.choices import option_words
 from ladderize.commands.shared import command_line
+from ladderize.console import Console
 
 STAGES = "stages"  # the folder of their outputs
 MARKER, LOG = "stage.json", "log.txt"  # in a stage's folder; the marker is written last
@@ -32,7 +33,7 @@ class Step:
     """
 
     name: str
-    run: Callable[[Any], None]
+    run: Callable[[Any, Console], None]
     options: Any
     processes: int = 1
     variables: Mapping[str, str] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from ladderize.modeling import tokenizer_hash
 from ladderize.runtime.shards import check_runnable
 from ladderize.runtime.training.model import check_trainable
 
-OF_THE_COMMAND = ("model", "out", "dry_run", "overwrite", "verify", "as_json")  # options that train nothing
+OF_THE_COMMAND = ("model", "out", "dry_run", "overwrite", "verify")  # options that train nothing
 # A run that resumes must have these in common with the one before. Others may change, as after the loss exploded.
 FIXED = (
     *("method", "train", "align", "samples", "heldout", "seq_len", "batch_size", "weight_decay", "seed"),
