@@ -90,7 +90,7 @@ def load(
     quantised = quantisation_of(checkpoint.config, folder) if family is not None else None
     problem = quantised.problem_in_transformers if quantised is not None else None
     if problem is not None:
-        raise UserError(f"{model}: {problem}; `ladderize eval --backend vllm` and `vllm serve` run them")
+        raise UserError(f"{model}: {problem}; `ladderize eval --engine vllm` and `vllm serve` run them")
     if is_ladderized(checkpoint.config):
         trust_remote_code = False
     if device is not None:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from ladderize.data import read_documents
+from ladderize.data.windows import read_documents
 from ladderize.errors import UserError
 from ladderize.files import regular
 from ladderize.files.documents import check_writable, read_json, read_own

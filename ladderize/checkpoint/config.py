@@ -28,7 +28,7 @@ def check_config(config: Mapping[str, Any], model: str = "this checkpoint") -> N
         method = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
         raise UserError(
             f"{model} is quantised with {method}; the runtime and what trains or measures layers do not run"
-            " quantised weights; `ladderize eval --backend vllm` and `vllm serve` run them"
+            " quantised weights; `ladderize eval --engine vllm` and `vllm serve` run them"
         )
     for key in LARGEST:
         check_size(config, key, is_optional=key in OPTIONAL_SIZES)

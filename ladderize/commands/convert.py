@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from ladderize.adapt.layers.options import AssignOptions, assign_names, check_assign
 from ladderize.choices import (
-    AS_JSON,
     DEVICE,
     LAYOUT,
     NO_VERIFY,
@@ -54,7 +53,6 @@ class ConvertOptions(Recipe):
     dry_run: bool = option("Show what would be done and write nothing.", False, panel=OUTPUT, decides=False)
     overwrite: bool = option(OVERWRITE, False)
     verify: bool = option(NO_VERIFY, True)
-    as_json: bool = option(AS_JSON, False)
     revision: str | None = option(REVISION)
 
     def __post_init__(self) -> None:
@@ -74,13 +72,12 @@ class ConvertOptions(Recipe):
         return Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
 
 
-def convert(options: ConvertOptions) -> None:
+def convert(options: ConvertOptions, console: Console) -> None:
     """Convert a checkpoint to a layout of overlapped, delayed and dropped all-reduces.
 
     Weights keep their values, except with --dtype. --assign and --assignment change the order of heads and neurons,
     which changes nothing in a dense model. Layers that no option names stay as they are in SRC.
     """
-    console = Console(options.as_json)
     try:
         report = _converted(options, console)
     except RangeSyntaxError as error:

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from glob import has_magic
 from typing import TYPE_CHECKING, Any
 
-from ladderize.adapt.data_files import HUB, data_files, split_weight
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.choices import BackendName, DeviceName, flag
-from ladderize.commands.builder import GivenOptions
 from ladderize.console import Console
+from ladderize.data.files import HUB, data_files, split_weight
 from ladderize.errors import UserError
 from ladderize.families.registry import find_family
 from ladderize.files.regular import split_name
@@ -28,9 +27,8 @@ LOADING = "loading torch and transformers"  # the first line of a command that c
 @contextmanager
 def loading(options: Any, console: Console, text: str = LOADING) -> Iterator[None]:
     """Check what the options of a command name, then show that the block imports for seconds."""
-    params = options.params if isinstance(options, GivenOptions) else vars(options)
-    check_named_models(params)
-    check_named_data(params, console)
+    check_named_models(vars(options))
+    check_named_data(vars(options), console)
     with console.stage(text):
         yield
 
@@ -116,11 +114,11 @@ def command_line(*words: object) -> str:
 
 def show_layers(console: Console, document: "LayersDocument") -> None:
     """Print what happened to each layer, and the measures of the model before and after."""
-    from ladderize.adapt.layers.document import MEANINGS
+    from ladderize.adapt.layers.document import METHODS
 
     rows = [report.row() for report in document.layers]
     console.table(rows, right=[next(iter(rows[0]))])
-    console.prose(MEANINGS[document.method])
+    console.prose(METHODS[document.method].errors)
     console.result("")
     console.table(document.measured_rows(), right=["perplexity", "stderr", "KL to dense"])
     console.prose(document.target)

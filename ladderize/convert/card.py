@@ -102,7 +102,7 @@ def _changes(plan: Plan) -> Iterator[str]:
 def _accuracy(plan: Plan) -> str:
     engine, better = "", ""
     if plan.quantisation is not None:
-        engine = "" if plan.quantisation.not_run is None else " --backend vllm"
+        engine = "" if plan.quantisation.not_run is None else " --engine vllm"
         better = f" Where it is worse than it may be,\n{QUANTISE_LAST}."
     return (
         "**Accuracy.** A conversion changes what the model computes. Measure this checkpoint\nbeside its source"
