@@ -21,11 +21,11 @@ def test_the_command_line_wins(tmp_path):
 @pytest.mark.parametrize(
     ("text", "code", "message"),
     [
-        ("lr: 0.1\nlearning_rat: 3", 1, "adapt has no option 'learning_rat'"),
-        ("schedule: linear", 2, "--config .*: Invalid value for '--schedule'.*'linear' is not one of 'sequential'"),
+        ("lr: 0.1\nlearning_rat: 3", 1, "there is no option 'learning_rat'"),
+        ("schedule: linear", 1, "--config .*: --schedule linear is not one of sequential"),
         ("overwrite: 1", 1, "overwrite is 1, but it is a switch: write true or false"),
         ("data: {a: 1}", 1, "write one value, or a list of them"),
-        ("config: other.yaml", 1, "has no option 'config'"),
+        ("config: other.yaml", 1, "there is no option 'config'"),
     ],
 )
 def test_a_bad_file_is_one_sentence(text, code, message, tmp_path):

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.blocks import Blocks, open_checkpoint, window_streams
+from ladderize.blocks import Blocks, window_streams
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import Console
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import BenchDocument
