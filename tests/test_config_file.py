@@ -3,19 +3,24 @@
 import re
 
 import pytest
+import typer
 
-from ladderize.commands.bench import bench
-from ladderize.commands.builder import parsed
+from ladderize.commands import parser
+from ladderize.runtime.bench.options import BenchOptions
 from tests.helpers import refusal
 
 
 def test_the_command_line_wins(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("models: [in]\nbatch-size: [1, 4]\nseed: 7\ntp_size: 2\nreplicate_vocab: true\nlink:\n")
-    given = parsed(bench, ["--config", str(file), "--seed", "8"])
-    assert given.names == ["models", "tp_size", "batch_size", "seed", "replicate_vocab", "config"]
-    wanted = {"models": ["in"], "tp_size": 2, "batch_size": "1,4", "seed": 8, "replicate_vocab": True, "link": None}
-    assert {name: given.params[name] for name in wanted} == wanted
+    app, filled = typer.Typer(), []
+
+    def bench(options: BenchOptions) -> None:
+        filled.append(options)
+
+    parser.add(app, "", bench, config=True)
+    app(["--config", str(file), "--seed", "8"], standalone_mode=False)
+    assert filled == [BenchOptions(("in",), tp_size=2, batch_sizes=(1, 4), seed=8, replicate_vocab=True)]
 
 
 @pytest.mark.parametrize(

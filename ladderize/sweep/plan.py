@@ -104,7 +104,9 @@ class SweepPlan:
         contests: tuple[Contest, ...] = ()
         for count, stage in enumerate(way.stages):
             if stage.promote is not None:
-                points = [self._point(planned, way.stages[:count], contests, is_entrant=True) for planned in once.values()]
+                points = [
+                    self._point(planned, way.stages[:count], contests, is_entrant=True) for planned in once.values()
+                ]
                 yield from points
                 contests = (*contests, Contest(tuple(points), stage.promote))
         for planned in once.values():
