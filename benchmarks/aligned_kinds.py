@@ -20,7 +20,8 @@ from ladderize.adapt.layers import align
 from ladderize.adapt.layers.measures import Contender, heldout_measures
 from ladderize.adapt.layers.options import AlignOptions
 from ladderize.adapt.layers.rewrite import adapt_layers
-from ladderize.blocks import Blocks, open_checkpoint, read_windows
+from ladderize.blocks import Blocks, read_windows
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import GENRE_WEIGHTS

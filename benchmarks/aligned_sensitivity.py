@@ -20,13 +20,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.align import aligned_layers, computed
+from ladderize.adapt.layers.align import aligned_layers, computed, with_random
 from ladderize.adapt.layers.align_layer import Streams
-from ladderize.adapt.layers.layer_files import StudentBlocks
-from ladderize.adapt.layers.layout_scores import AlignedLayouts, ConvertedLayouts
+from ladderize.adapt.layers.layer_files import LayerJob
+from ladderize.adapt.layers.layout_scores import AlignedLayouts, LayoutScores
 from ladderize.adapt.layers.windows import Windows
-from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
+from ladderize.blocks import Blocks, read_windows, window_nlls
 from ladderize.checkpoint.config import stored_dtype
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
@@ -43,9 +44,9 @@ def perplexity(nll: np.ndarray, tokens: int) -> float:
 def by_shortcut(aligned: AlignedLayouts, layouts: list[Layout], scored: torch.Tensor) -> list[float]:
     """Of every column, with the layers of the first one's alignment."""
     blocks, every = aligned.blocks, range(aligned.blocks.num_layers)
-    streams = Streams(blocks, aligned.all_windows, aligned.ranks)
-    student = StudentBlocks(layouts[0], tuple(every), aligned.weights)
-    made = aligned_layers(blocks, blocks, aligned.weights, student, streams)
+    streams = Streams(blocks, with_random(aligned.windows, blocks.config), aligned.ranks)
+    same = blocks, blocks, layouts[0], tuple(every), aligned.weights, aligned.weights
+    made = aligned_layers(LayerJob(*same, aligned.windows, aligned.ranks), streams)
     weights = [computed(own, blocks) for own, _ in made]
     found = []
     for first, layout in enumerate(layouts):
@@ -87,8 +88,8 @@ def main() -> None:
         ]
         layouts.append(Layout.dense(layers))
         begin = time.process_time()
-        score = ConvertedLayouts(blocks, layouts)
-        table = np.concatenate([score(batch) for batch in scored.split(BATCH)])
+        score = LayoutScores(blocks, scored.numpy(), Ranks(0, 1, torch.device("cpu")))
+        table = np.array([score(layout) for layout in layouts]).T
         plain = {
             "perplexity": [perplexity(column, tokens) for column in table.T],
             "seconds": round(time.process_time() - begin, 1),

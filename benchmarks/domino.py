@@ -29,9 +29,10 @@ from ladderize.console import Console
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import BenchDocument, BenchRow, timed_figures
+from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.inference import bench
-from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.options import BenchOptions
+from ladderize.runtime.bench.rounds import timed_figures
 from ladderize.runtime.bench.training import step_opener
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.choose import choose
@@ -141,9 +142,18 @@ def ddp(rounds: int, quick: bool) -> dict[str, Any]:
 
 
 def emulated(options: dict[str, Any], beta: float, layout: str = "dense") -> BenchDocument:
-    choice = ModelChoice(random_weights=str(EIGHT), num_layers=options.pop("layers"), layout=layout, dtype="bfloat16")
-    settings = BenchOptions(train=True, emulate_tp=RANKS, threads=1, **{"schedules": BOTH, **options})
-    return bench(choice, settings, f"5,{beta:.6f}", console=QUIET)
+    settings = BenchOptions(
+        random_weights=str(EIGHT),
+        num_layers=options.pop("layers"),
+        layout=layout,
+        dtype="bfloat16",
+        train=True,
+        emulate_tp=RANKS,
+        link=f"5,{beta:.6f}",
+        threads=1,
+        **{"schedules": BOTH, **options},
+    )
+    return bench(settings, console=QUIET)
 
 
 def waited_share(row: BenchRow) -> float:
@@ -197,16 +207,19 @@ def prefill(rounds: int, quick: bool) -> dict[str, Any]:
     sizes: dict[int, tuple[int, ...]] = {128: (1, 4, 16), 512: (1, 4), 2000: (1,)}
     if quick:
         sizes = {64: (1, 2)}
-    choice = ModelChoice(random_weights=str(SHAPE), num_layers=2 if quick else 4, layout="dense", dtype="bfloat16")
     ways: dict[str, dict[str, Any]] = {
         "TP2 over shared memory": {"tp_size": 2, "backend": "shm"},
-        f"emulated TP{RANKS}, 20 us + bytes / 0.3 GB/s": {"emulate_tp": RANKS},
+        f"emulated TP{RANKS}, 20 us + bytes / 0.3 GB/s": {"emulate_tp": RANKS, "link": "20,0.3"},
     }
     found = {}
     for name, ranks in ways.items():
         print(f"\nprefill, {name}: sequential over domino")
         for length, batches in sizes.items():
             options = BenchOptions(
+                random_weights=str(SHAPE),
+                num_layers=2 if quick else 4,
+                layout="dense",
+                dtype="bfloat16",
                 **ranks,
                 prompt_len=length,
                 output_len=2,
@@ -215,7 +228,7 @@ def prefill(rounds: int, quick: bool) -> dict[str, Any]:
                 repeat=rounds,
                 threads=1,
             )
-            document = bench(choice, options, "20,0.3" if "emulate_tp" in ranks else None, console=QUIET)
+            document = bench(options, console=QUIET)
             found[f"{name}, {length} tokens"] = document.to_dict()
             for plain, domino in zip(document.rows[::2], document.rows[1::2], strict=True):
                 low, high = domino.speedup_interval["prefill"]

@@ -14,7 +14,7 @@ from ladderize.console import Console
 from ladderize.files.documents import read_document
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.inference import bench
-from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.options import BenchOptions
 
 SHAPES = Path(__file__).parent / "shapes"
 
@@ -30,16 +30,17 @@ def main() -> None:
     beta = (large - small) / ((large_ms - small_ms) * 1e-3) / 1e9
     alpha = small_ms * 1e3 - small / beta / 1e3
     emulated_options = BenchOptions(
+        random_weights=str(SHAPES / "slow_link.json"),
+        dtype="float32",
         emulate_tp=2,
+        link=f"{max(alpha, 0):.1f},{beta:.6f}",
         prompt_len=measured.options.prompt_len,
         output_len=measured.options.output_len,
         replicate_vocab=True,
         repeat=9,
         threads=1,
     )
-    slow = ModelChoice(random_weights=str(SHAPES / "slow_link.json"), dtype="float32")
-    link = f"{max(alpha, 0):.1f},{beta:.6f}"
-    emulated = bench(slow, emulated_options, link, console=Console())
+    emulated = bench(emulated_options, console=Console())
     print(
         f"link fitted to the measured all-reduces: {alpha:.0f} us + bytes / {beta:.4f} GB/s; prefill of"
         f" {emulated_options.prompt_len} tokens"
@@ -57,9 +58,9 @@ def main() -> None:
         )
         told = [f"{row.ms['prefill']:6.1f} ms {row.speedup['prefill']:.3f}x" for row in (real, made)]
         print(f"{real.model:12} measured {told[0]}   emulated {told[1]}   ratio {ratio:.3f}")
-    shape = ModelChoice(random_weights=str(SHAPES / "200m.json"), layout="dense,ladder,spd+ladder")
-    options = BenchOptions(emulate_tp=8, repeat=15, threads=1)
-    hiding = bench(shape, options, "200,1", console=Console())
+    shape, layout = str(SHAPES / "200m.json"), "dense,ladder,spd+ladder"
+    options = BenchOptions(random_weights=shape, layout=layout, emulate_tp=8, link="200,1", repeat=15, threads=1)
+    hiding = bench(options, console=Console())
     for row in hiding.rows:
         for phase in ("prefill", "decode"):
             found = row.communication[phase]

@@ -27,7 +27,7 @@ from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import BenchDocument, environment
 from ladderize.runtime.bench.inference import bench
-from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.training import ModelStep, Outcome, outcome_of
 from ladderize.runtime.collectives.emulated import emulate
 from ladderize.runtime.collectives.links import Link
@@ -106,15 +106,19 @@ def compare_with_cpu(device: torch.device) -> dict[str, float]:
 
 def emulated(args: argparse.Namespace, shape: str, seq_len: int, beta: float, **more: Any) -> BenchDocument:
     options = BenchOptions(
+        random_weights=shape,
+        num_layers=args.layers,
+        layout="dense",
+        dtype="bfloat16",
         train=True,
         emulate_tp=args.ranks,
+        link=f"20,{beta:.4f}",
         batch_sizes=(ROWS * args.tokens // seq_len,),
         prompt_len=seq_len,
         device=args.device,
         **{"schedules": BOTH, **more},
     )
-    choice = ModelChoice(random_weights=shape, num_layers=args.layers, layout="dense", dtype="bfloat16")
-    document = bench(choice, options, f"20,{beta:.4f}", console=Console(quiet=True))
+    document = bench(options, console=Console(quiet=True))
     gc.collect()
     torch.cuda.empty_cache()
     return document

@@ -23,7 +23,7 @@ from ladderize.console import Console
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import BenchDocument, environment
 from ladderize.runtime.bench.inference import bench as timed
-from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.rounds import synchronize
 from ladderize.runtime.shards import Shape, read_shape, weight_bytes
 
@@ -46,8 +46,8 @@ def bandwidth(device: torch.device) -> float:
     return statistics.median(samples[2:])
 
 
-def bench(choice: ModelChoice, options: BenchOptions, link: str | None = None) -> BenchDocument:
-    document = timed(choice, options, link, console=Console(quiet=True))
+def bench(options: BenchOptions) -> BenchDocument:
+    document = timed(options, console=Console(quiet=True))
     gc.collect()
     torch.cuda.empty_cache()
     return document
@@ -56,9 +56,18 @@ def bench(choice: ModelChoice, options: BenchOptions, link: str | None = None) -
 def whole(args: argparse.Namespace) -> tuple[BenchDocument, str]:
     """Return the document of the whole model at TP1, and a line on it."""
     rate = bandwidth(torch.device(args.device))
-    choice = ModelChoice(random_weights=args.model, layout="dense,ladder,spd+ladder", sync_tp_size=8, dtype="bfloat16")
-    options = {"prompt_len": args.prompt_len or 128, "output_len": args.output_len, "warmup": 1, "repeat": 5}
-    document = bench(choice, BenchOptions(device=args.device, **options))
+    options = BenchOptions(
+        random_weights=args.model,
+        layout="dense,ladder,spd+ladder",
+        sync_tp_size=8,
+        dtype="bfloat16",
+        device=args.device,
+        prompt_len=args.prompt_len or 128,
+        output_len=args.output_len,
+        warmup=1,
+        repeat=5,
+    )
+    document = bench(options)
     dense, ladder, both = document.rows
     shape = Shape.from_config(read_shape(args.model), tp_size=1, rank=0)
     limit = weight_bytes(shape, 2, packed=False) / rate * 1e3
@@ -73,9 +82,14 @@ def whole(args: argparse.Namespace) -> tuple[BenchDocument, str]:
 def shard(args: argparse.Namespace, batch: int) -> tuple[BenchDocument, str]:
     """Return the document of one rank's part at emulated TP8, and a line on it."""
     dense_s, ladder_s, free_s = PUBLISHED[batch]
+    guess = 0.025
     options = BenchOptions(
+        random_weights=args.shard,
+        layout="dense",
+        dtype="bfloat16",
         device=args.device,
         emulate_tp=8,
+        link=f"{guess * 1e3},1e6",
         batch_sizes=(batch,),
         prompt_len=args.prompt_len or 1024,
         output_len=args.output_len,
@@ -83,13 +97,11 @@ def shard(args: argparse.Namespace, batch: int) -> tuple[BenchDocument, str]:
         repeat=2,
         replicate_vocab=True,
     )
-    choice = ModelChoice(random_weights=args.shard, layout="dense", dtype="bfloat16")
-    guess = 0.025
-    first = bench(choice, options, f"{guess * 1e3},1e6").rows[0].communication["decode"]
+    first = bench(options).rows[0].communication["decode"]
     wanted = first.no_communication_ms * (dense_s / free_s - 1)
     delay = max(0.0, guess + (wanted - first.exposed_ms) / first.all_reduces)
-    choice = dataclasses.replace(choice, layout="dense,ladder,spd,spd+ladder")
-    document = bench(choice, dataclasses.replace(options, repeat=3), f"{delay * 1e3:.3f},1e6")
+    link = f"{delay * 1e3:.3f},1e6"
+    document = bench(dataclasses.replace(options, layout="dense,ladder,spd,spd+ladder", repeat=3, link=link))
     dense = document.rows[0]
     free = dense.communication["decode"].no_communication_ms
     step = dense.ms["decode"]

@@ -19,11 +19,12 @@ import torch
 from ladderize.adapt.layers.align import align
 from ladderize.adapt.layers.assign import assign_layers
 from ladderize.adapt.layers.distill import BlockReport, distill
-from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
-from ladderize.adapt.layers.layout_scores import ConvertedLayouts
-from ladderize.adapt.layers.options import BlockwiseOptions
+from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob
+from ladderize.adapt.layers.layout_scores import LayoutScores
+from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions
 from ladderize.adapt.layers.windows import Windows
-from ladderize.blocks import Blocks, open_checkpoint
+from ladderize.blocks import Blocks
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import Console
 from ladderize.convert.sensitivity_file import layer_changes
 from ladderize.layout import Layout
@@ -75,7 +76,7 @@ def agrees_with_the_cpu(folder: Path, device: torch.device) -> tuple[float, floa
     checkpoint = open_checkpoint(random_checkpoint(folder, config, torch.float32, device))
     ids = torch.randint(0, 1024, (20, 64), generator=torch.Generator().manual_seed(1))
     layouts = [change.layout for change in layer_changes("sweep", 3, RANKS)]
-    cpu, gpu = (ConvertedLayouts(Blocks(checkpoint, torch.float32, where), layouts)(ids) for where in (CPU, device))
+    cpu, gpu = (table_of(Blocks(checkpoint, torch.float32, where), layouts, ids) for where in (CPU, device))
     places = (("reference", CPU), ("device", device))
     solved = [aligned(Blocks(checkpoint, torch.float32, where), ids, folder / name) for name, where in places]
     differences = [float((one - other).abs().max() / one.abs().max()) for one, other in zip(*solved, strict=True)]
@@ -86,15 +87,23 @@ def aligned(blocks: Blocks, ids: torch.Tensor, folder: Path) -> list[torch.Tenso
     """The weights of every layer, aligned for the layout that is ladder and spd."""
     layers = range(blocks.num_layers)
     layout = Layout.from_layers(blocks.num_layers, ladder=layers, spd=layers, sync_tp_size=RANKS)
-    job = job_of(blocks, StudentBlocks(layout, tuple(layers), blocks.weights), Windows(ids[:16], ids[16:]), folder)
-    align(job, ridges=(1e-2,))
+    job = job_of(blocks, layout, Windows(ids[:16], ids[16:]), folder)
+    align(job, AlignOptions("a.npy"), (1e-2,))
     return [tensor for layer in layers for tensor in job.files.weights(layer).values()]
 
 
-def job_of(blocks: Blocks, student: StudentBlocks, windows: Windows, folder: Path) -> LayerJob:
+def table_of(blocks: Blocks, layouts: list[Layout], ids: torch.Tensor) -> np.ndarray:
+    """Nats of each window under each layout: [layouts, windows]."""
+    score = LayoutScores(blocks, ids.numpy(), Ranks(0, 1, blocks.device))
+    return np.array([score(layout) for layout in layouts])
+
+
+def job_of(blocks: Blocks, layout: Layout, windows: Windows, folder: Path) -> LayerJob:
+    """To rewrite every layer."""
     folder.mkdir(parents=True)
+    layers, weights = tuple(range(layout.num_layers)), blocks.weights
     ranks, files = Ranks(0, 1, blocks.device), LayerFiles(folder)
-    return LayerJob(blocks, blocks, student, blocks.weights, windows, files, ranks, Console())
+    return LayerJob(blocks, blocks, layout, layers, weights, weights, windows, ranks, files, Console())
 
 
 def main() -> None:
@@ -136,9 +145,9 @@ def main() -> None:
         every, both = Layout.from_layers(args.layers, spd=layers, sync_tp_size=RANKS), ("heads", "neurons")
         measured("assignment", lambda: assign_layers(blocks, every, both, windows), results, device)
         save()
-        student = StudentBlocks(every, tuple(layers), blocks.weights)
-        alignment, distillation = (job_of(blocks, student, windows, Path(folder) / name) for name in ("align", "work"))
-        measured("alignment", lambda: align(alignment, ridges=(1e-2,)), results, device)
+        alignment, distillation = (job_of(blocks, every, windows, Path(folder) / name) for name in ("align", "work"))
+        options = AlignOptions("a.npy")
+        measured("alignment", lambda: align(alignment, options, (1e-2,)), results, device)
         save()
         settings = BlockwiseOptions("a.npy", epochs=1)
         measured("distillation, 1 epoch", lambda: distill(distillation, settings), results, device)
@@ -163,9 +172,9 @@ def main() -> None:
 
 
 def sweep(blocks: Blocks, ids: torch.Tensor, results: dict) -> None:
-    suffixes = ConvertedLayouts(blocks, [change.layout for change in layer_changes("sweep", blocks.num_layers, RANKS)])
-    suffixes(ids)
-    measured("sensitivity, 2 windows", lambda: suffixes(ids), results, blocks.device)
+    layouts = [change.layout for change in layer_changes("sweep", blocks.num_layers, RANKS)]
+    table_of(blocks, layouts, ids)
+    measured("sensitivity, 2 windows", lambda: table_of(blocks, layouts, ids), results, blocks.device)
 
 
 if __name__ == "__main__":

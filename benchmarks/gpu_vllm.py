@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ladderize.console import Console
-from ladderize.runtime.bench.options import PLUGIN, BenchOptions, ModelChoice
+from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.shards import read_shape
 from ladderize.vllm.bench import bench_vllm
 from ladderize.vllm.environment import BACKEND_VARIABLE
@@ -51,12 +51,9 @@ def emulated(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     shape.write_text(json.dumps(rank_shape(args.model, args.ranks)))
     os.environ[BACKEND_VARIABLE] = f"emulated:{args.ranks}:{args.link}"
     try:
-        document = bench_vllm(
-            # a rank's own part is one virtual rank
-            ModelChoice(random_weights=str(shape), layout=LAYOUTS, sync_tp_size=1, num_layers=args.num_layers),
-            options(args, profile=folder / "traces"),
-            console=Console(),
-        )
+        # a rank's own part is one virtual rank
+        timed = options(args, random_weights=str(shape), sync_tp_size=1, profile=folder / "traces")
+        document = bench_vllm(timed, console=Console())
     finally:
         del os.environ[BACKEND_VARIABLE]
     shares = {
@@ -74,7 +71,7 @@ def emulated(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def options(args: argparse.Namespace, **more: Any) -> BenchOptions:
     batches = tuple(int(size) for size in args.batch_size.split(","))
     given = {"batch_sizes": batches, "prompt_len": args.prompt_len, "output_len": 33, "repeat": args.repeat}
-    return BenchOptions(**given, **more)
+    return BenchOptions(engine="vllm", layout=LAYOUTS, num_layers=args.num_layers, **given, **more)
 
 
 def main() -> None:
@@ -104,9 +101,8 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     ranks = max((n for n in (2, 4, 8) if n <= gpus), default=0)
     if ranks:
-        choice = ModelChoice(random_weights=args.model, layout=LAYOUTS, num_layers=args.num_layers)
-        given = options(args, tp_size=ranks, baselines=(PLUGIN,))
-        record["real"] = bench_vllm(choice, given, console=Console()).to_dict()
+        given = options(args, random_weights=args.model, tp_size=ranks, baselines=("plugin",))
+        record["real"] = bench_vllm(given, console=Console()).to_dict()
     if args.out:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 

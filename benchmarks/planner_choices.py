@@ -65,7 +65,7 @@ def main() -> None:
     named = [layout for layout in truth.number if not any("overlapped" in layout.layer_name(i) for i in range(layers))]
     for link in LINKS:
         for batch in BATCHES:
-            how = (device, known_engines()[device.engine], (read_interconnect(link),), RANKS, batch, 1024, 512)
+            how = (device, known_engines()[device.speeds], (read_interconnect(link),), RANKS, batch, 1024, 512)
             parts = pass_parts(Serving(config, "bfloat16", False, *how), RANKS)
             for phase in PHASES:
                 counts = {"prefill": 1, "decode": 511} if phase == "end_to_end" else {phase: 1}

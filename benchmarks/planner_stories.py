@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.layout_scores import ConvertedLayouts
-from ladderize.blocks import Blocks, open_checkpoint, read_windows
+from ladderize.adapt.layers.layout_scores import LayoutScores, first_changed
+from ladderize.blocks import Blocks, read_windows
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.data import file_sha256
+from ladderize.data.files import file_sha256
 from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, Layout
 from ladderize.plan.choice import LAYER_KINDS
 from ladderize.ranks.group import Ranks
@@ -38,14 +39,11 @@ def every_layout(layers: int, sync_tp_size: int) -> list[Layout]:
     ]
 
 
-def scored(score: ConvertedLayouts, windows: np.ndarray, batch: int) -> np.ndarray:
+def scored(blocks: Blocks, layouts: list[Layout], windows: np.ndarray) -> np.ndarray:
     """Nats of each window under each layout: [windows, layouts]."""
-    parts = []
-    for start in range(0, len(windows), batch):
-        begin = time.perf_counter()
-        parts.append(score(torch.from_numpy(windows[start : start + batch])))
-        print(f"{start + len(parts[-1])} windows, the last {time.perf_counter() - begin:.0f} s", flush=True)
-    return np.concatenate(parts)
+    score = LayoutScores(blocks, windows, Ranks(0, 1, blocks.device))
+    rows = {layout: score(layout) for layout in sorted(layouts, key=first_changed)}
+    return np.array([rows[layout] for layout in layouts]).T
 
 
 def layer_nats(number: dict[Layout, int], increases: np.ndarray, layers: int, sync_tp_size: int) -> np.ndarray:
@@ -66,7 +64,6 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--sync-tp-size", type=int, default=4)
     parser.add_argument("--windows", type=int, default=64, help="to choose on, and as many to confirm on")
-    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     checkpoint = open_checkpoint(args.model)
@@ -74,10 +71,9 @@ def main() -> None:
     windows = read_windows(checkpoint, args.data, seq_len=None, seed=0)[: 2 * args.windows]
     tokens = windows.shape[1] - 1
     layouts = every_layout(blocks.num_layers, args.sync_tp_size)
-    score = ConvertedLayouts(blocks, layouts)
     print(f"{len(layouts):,} layouts", flush=True)
     begin = time.perf_counter()
-    table = scored(score, windows, args.batch)
+    table = scored(blocks, layouts, windows)
     seconds = time.perf_counter() - begin
     means = {"choose": table[: args.windows].mean(0) / tokens, "confirm": table[args.windows :].mean(0) / tokens}
 

@@ -20,7 +20,8 @@ from planning_observations import Observation, expected_seconds, read_timings
 
 from ladderize.files.documents import write_json
 from ladderize.plan.hardware import DeviceSpec, read_device
-from ladderize.plan.rows import band_cases, relative_band
+from ladderize.plan.passes import CASES
+from ladderize.plan.rows import relative_band
 from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, read_interconnect
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -113,13 +114,18 @@ def covered(published: Sequence[Observation], device: DeviceSpec, link: Intercon
     held = {"times": [0, 0], "speed-ups": [0, 0]}
     for one in published:
         dense = next((other for other in published if _beside(one, other)), None)
-        times = [one.predict(case) for case in band_cases(one.parts(device, link), device, [link])]
+        times = _in_cases(one, device, link)
         _count(held["times"], one.seconds, times, 1)
         if dense is not None and one.variant != "dense":
-            before = [dense.predict(case) for case in band_cases(dense.parts(device, link), device, [link])]
+            before = _in_cases(dense, device, link)
             ratios = [first / second for first, second in zip(before, times, strict=True)]
             _count(held["speed-ups"], dense.seconds / one.seconds, ratios, 2)
     return {name: (inside, total) for name, (inside, total) in held.items()}
+
+
+def _in_cases(observation: Observation, device: DeviceSpec, link: Interconnect) -> list[float]:
+    phases = observation.parts(device, link)
+    return [observation.predict({phase: parts.off_by(errors) for phase, parts in phases.items()}) for errors in CASES]
 
 
 def _count(held: list[int], truth: float, values: Sequence[float], runs: int) -> None:

@@ -141,7 +141,7 @@ def converted(bench: Bench, layout: str, folder: Path) -> Path:
     """The converted checkpoint, made once."""
     from ladderize.adapt.layers.assign import assign_ranks
     from ladderize.adapt.layers.options import AssignOptions
-    from ladderize.blocks import open_checkpoint
+    from ladderize.checkpoint.opening import open_checkpoint
     from ladderize.convert.pipeline import convert_checkpoint
     from ladderize.convert.plan import Changes
 
@@ -180,7 +180,7 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
     from ladderize.adapt.options import AdaptOptions
     from ladderize.adapt.train.pace import FULL_LR, WIDTH
     from ladderize.adapt.train.run import adapt_checkpoint
-    from ladderize.blocks import open_checkpoint
+    from ladderize.checkpoint.opening import open_checkpoint
 
     hidden = int(open_checkpoint(str(bench.model)).config["hidden_size"])
     if recipe == "blocks":
@@ -223,10 +223,10 @@ def answered(model: Path) -> dict[str, float]:
     from ladderize import EvalOptions, evaluate
 
     tasks = str(ROOT / "ladderize" / "demo" / "tasks")
-    options = EvalOptions(TASKS, include_path=tasks, batch_size=64, dtype="float32")
-    (result,) = evaluate([model], options).models
+    options = EvalOptions(models=(str(model),), tasks=TASKS, include_path=tasks, batch_size=64, dtype="float32")
+    (result,) = evaluate(options).models
     scores = {}
-    for task, metrics in result.tasks.items():
+    for task, metrics in result.reported.results.items():
         (scores[task],) = (value for key, value in metrics.items() if key.startswith(("acc,", "exact_match,")))
     return scores
 
@@ -236,7 +236,8 @@ def judge(bench: Bench, model: Path) -> dict[str, float]:
     import torch
 
     from ladderize.adapt.layers.measures import Contender, heldout_measures
-    from ladderize.blocks import Blocks, open_checkpoint, read_windows
+    from ladderize.blocks import Blocks, read_windows
+    from ladderize.checkpoint.opening import open_checkpoint
     from ladderize.layout import Layout
     from ladderize.ranks.group import Ranks
 

@@ -23,14 +23,15 @@ import torch
 
 from ladderize.adapt.layers.assign import assign_layers
 from ladderize.adapt.layers.distill import BlockReport, distill
-from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
-from ladderize.adapt.layers.options import BlockwiseOptions, SpdOptions
-from ladderize.adapt.layers.sensitivity import measure_sensitivity
+from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob
+from ladderize.adapt.layers.options import BlockwiseOptions, SensitivityOptions, SpdOptions
+from ladderize.adapt.layers.sensitivity import write_sensitivity
 from ladderize.adapt.layers.spd import spd
 from ladderize.adapt.layers.windows import training_windows
-from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
+from ladderize.blocks import Blocks, read_windows, window_nlls
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import Console
-from ladderize.eval.options import EvalOptions, SensitivityOptions
+from ladderize.eval.options import EvalOptions
 from ladderize.eval.run import evaluate
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
@@ -57,6 +58,8 @@ def table(args: argparse.Namespace) -> dict:
     for ranks in map(int, args.ranks.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             options = SpdOptions(
+                model=args.model,
+                out=f"{folder}/out",
                 data=args.data,
                 samples=args.samples,
                 seq_len=args.seq_len,
@@ -66,13 +69,17 @@ def table(args: argparse.Namespace) -> dict:
                 repair="blocks",
             )
             begin = time.perf_counter()
-            document = spd(args.model, f"{folder}/out", options, console=Console())
+            document = spd(options, console=Console())
             assert document is not None
             layers = len(document.layers)
             seconds = time.perf_counter() - begin
             scores = evaluate(
-                [args.model, f"{folder}/out"],
-                EvalOptions(perplexity=args.heldout, seq_len=args.seq_len, batch_size=32),
+                EvalOptions(
+                    models=(args.model, f"{folder}/out"),
+                    perplexity=args.heldout,
+                    seq_len=args.seq_len,
+                    batch_size=32,
+                ),
                 console=Console(),
             )
             dense, distilled = (entry.model.perplexity for entry in scores.models)
@@ -155,8 +162,10 @@ def ablation(args: argparse.Namespace) -> dict:
         options = BlockwiseOptions(data=args.data, samples=args.samples, epochs=args.epochs, seed=seed)
         windows = training_windows(checkpoint, options)
         calibration = windows.train[:128].numpy()
-        asked = SensitivityOptions(args.data, "sweep", ranks, seed=seed)
-        measured = measure_sensitivity(args.model, asked, drawn=(calibration, ""), console=Console())
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "sensitivity.json"
+            asked = SensitivityOptions(args.model, args.data, out, mode="sweep", sync_tp_size=ranks, seed=seed)
+            measured = write_sensitivity(asked, drawn=(calibration, ""), console=Console())
         ascending = [cost.layer for cost in sorted(measured.costs, key=lambda cost: cost.sensitivity)]
         chosen = {fraction: ascending[: round(fraction * count)] for fraction in FRACTIONS}
         for assigned in ("none", "heads", "heads,neurons"):
@@ -166,12 +175,11 @@ def ablation(args: argparse.Namespace) -> dict:
                 untrained = {layer: made.permuted(layer, own, blocks.config) for layer, own in untrained.items()}
             with tempfile.TemporaryDirectory() as folder:
                 work, begin = LayerFiles(Path(folder)), time.perf_counter()
-                student = StudentBlocks(every, tuple(layers), untrained.__getitem__)
-                alone = Ranks(0, 1, torch.device("cpu"))
-                job = LayerJob(blocks, blocks, student, blocks.weights, windows, work, alone, Console())
+                same = blocks, blocks, every, tuple(layers), untrained.__getitem__, blocks.weights
+                job = LayerJob(*same, windows, Ranks(0, 1, torch.device("cpu")), work, Console())
                 distill(job, options)
                 seconds = time.perf_counter() - begin
-                trained = {layer: work.loaded(layer, blocks) for layer in layers}
+                trained = {layer: work.weights(layer) for layer in layers}
                 reports = [work.report(BlockReport, layer).to_dict() for layer in layers]
             for fraction, dropped in chosen.items():
                 layout = Layout.from_layers(count, spd=dropped, sync_tp_size=ranks)

@@ -5,9 +5,9 @@ from ladderize.adapt.layers.document import LayersDocument as LayersDocument
 from ladderize.adapt.layers.options import AlignOptions as AlignOptions
 from ladderize.adapt.layers.options import AssignOptions as AssignOptions
 from ladderize.adapt.layers.options import BlockwiseOptions as BlockwiseOptions
+from ladderize.adapt.layers.options import SensitivityOptions as SensitivityOptions
 from ladderize.adapt.layers.options import SpdOptions as SpdOptions
 from ladderize.adapt.layers.rewrite import adapt_layers as adapt_layers
-from ladderize.adapt.layers.sensitivity import measure_sensitivity as measure_sensitivity
 from ladderize.adapt.layers.sensitivity import write_sensitivity as write_sensitivity
 from ladderize.adapt.layers.spd import spd as spd
 from ladderize.adapt.options import AdaptOptions as AdaptOptions
@@ -30,10 +30,9 @@ from ladderize.errors import LadderizeError as LadderizeError
 from ladderize.errors import UsageError as UsageError
 from ladderize.errors import UserError as UserError
 from ladderize.eval.compare import compare as compare
-from ladderize.eval.comparison import ComparisonDocument as ComparisonDocument
-from ladderize.eval.comparison import Comparisons as Comparisons
 from ladderize.eval.options import EvalOptions as EvalOptions
-from ladderize.eval.options import SensitivityOptions as SensitivityOptions
+from ladderize.eval.results import ComparisonDocument as ComparisonDocument
+from ladderize.eval.results import Comparisons as Comparisons
 from ladderize.eval.results import EvalResults as EvalResults
 from ladderize.eval.run import evaluate as evaluate
 from ladderize.layout import Layout as Layout
@@ -44,8 +43,6 @@ from ladderize.modeling import register as register
 from ladderize.plan.calibrate import CalibrationDocument as CalibrationDocument
 from ladderize.plan.calibrate import calibrate as calibrate
 from ladderize.plan.options import CalibrateOptions as CalibrateOptions
-from ladderize.plan.options import PlanGoal as PlanGoal
-from ladderize.plan.options import PlanModel as PlanModel
 from ladderize.plan.options import PlanOptions as PlanOptions
 from ladderize.plan.run import PlanResult as PlanResult
 from ladderize.plan.run import plan_layouts as plan_layouts
@@ -54,13 +51,11 @@ from ladderize.report.page import write_report as write_report
 from ladderize.runtime.bench.document import BenchDocument as BenchDocument
 from ladderize.runtime.bench.inference import bench as bench
 from ladderize.runtime.bench.options import BenchOptions as BenchOptions
-from ladderize.runtime.bench.options import ModelChoice as ModelChoice
 from ladderize.runtime.generate import GenerateDocument as GenerateDocument
 from ladderize.runtime.generate import generate as generate
 from ladderize.runtime.generate_file import GenerateFileDocument as GenerateFileDocument
 from ladderize.runtime.generate_file import generate_file as generate_file
 from ladderize.runtime.sampling import GenerateOptions as GenerateOptions
-from ladderize.runtime.sampling import Sampling as Sampling
 from ladderize.sweep.run import run_sweep as run_sweep
 from ladderize.sweep_document import SweepDocument as SweepDocument
 

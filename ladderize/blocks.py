@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, linear
 
-from ladderize import data
-from ladderize.checkpoint.config import check_config, check_tensors, is_tied, most_positions
-from ladderize.checkpoint.opening import read_checkpoint
-from ladderize.checkpoint.reading import Checkpoint, fetch_weights, resolve_json
+from ladderize.checkpoint.config import is_tied, most_positions
+from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import read_tensor
+from ladderize.data.windows import draw_windows, needs_tokenizer, read_documents
 from ladderize.errors import UserError
 from ladderize.families.registry import complete_config, family_of
 from ladderize.layout import Layout
@@ -41,15 +40,6 @@ def to_device(state: State, device: torch.device) -> State:
     return (state[0].to(device), state[1].to(device)) if isinstance(state, tuple) else state.to(device)
 
 
-def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
-    """Return a checkpoint by folder or hub id, checked as ``convert`` checks its source; raises UserError."""
-    folder, is_local = resolve_json(model, revision)
-    checkpoint = read_checkpoint(folder if is_local else fetch_weights(model, revision))
-    check_config(checkpoint.config, model)
-    check_tensors(checkpoint)
-    return checkpoint
-
-
 def compute_dtype(asked: str, stored: str) -> torch.dtype:
     """Return the dtype to train in. ``auto`` is float32 where weights are stored in it (or float64), else bfloat16."""
     auto = "float32" if stored in ("float32", "float64") else "bfloat16"
@@ -57,15 +47,11 @@ def compute_dtype(asked: str, stored: str) -> torch.dtype:
 
 
 def read_windows(checkpoint: Checkpoint, file: str, *, seq_len: int | None, seed: int) -> np.ndarray:
-    """Return all full windows of a data file, in an order drawn with ``seed``: int64 [windows, seq_len].
-
-    Raises UserError for data that are too few, or made for another model.
-    """
-    data.check_data_file(file)
+    """Return all full windows of a data file, in an order drawn with ``seed``: int64 [windows, seq_len]."""
     config = checkpoint.config
-    tokenizer = load_tokenizer(checkpoint.folder) if data.needs_tokenizer(file) else None
-    documents = data.read_documents(file, tokenizer, vocab_size=config["vocab_size"])
-    return data.draw_windows(documents, spec=file, positions=most_positions(config), seq_len=seq_len, seed=seed)
+    tokenizer = load_tokenizer(checkpoint.folder) if needs_tokenizer(file) else None
+    documents = read_documents(file, tokenizer, vocab_size=config["vocab_size"])
+    return draw_windows(documents, spec=file, positions=most_positions(config), seq_len=seq_len, seed=seed)
 
 
 class Blocks:
@@ -94,37 +80,29 @@ class Blocks:
 
     def read(self, name: str, *, as_stored: bool = False) -> Tensor:
         """Return a whole tensor on ``device``, as ``dtype`` or in the dtype that it is stored in."""
-        checkpoint, dtype = self.checkpoint, None if as_stored else self.dtype
-        return read_tensor(checkpoint.folder, checkpoint.tensors[name], dtype=dtype, device=self.device)
+        info, dtype = self.checkpoint.tensors[name], None if as_stored else self.dtype
+        return read_tensor(self.checkpoint.folder, info, dtype=dtype, device=self.device)
 
     def weights(self, layer: int, *, as_stored: bool = False) -> dict[str, Tensor]:
-        """Return the parameters of one layer by their names within it, such as ``self_attn.q_proj.weight``.
-
-        as_stored: each in the dtype that it is stored in.
-        """
+        """Return the parameters of one layer by their names within it, such as ``self_attn.q_proj.weight``; ``read``
+        says in which dtype."""
         prefix = f"model.layers.{layer}."
         names = [name for name in self.checkpoint.tensors if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.read(name, as_stored=as_stored) for name in names}
 
     def layer(self, index: int, layout: Layout, weights: Mapping[str, Tensor] | None = None) -> torch.nn.Module:
-        """Return layer ``index`` of ``layout``, in eval mode.
-
-        weights: used without a copy; None: the checkpoint's, read anew.
-        """
+        """Return layer ``index`` of ``layout``, in eval mode, with these weights, which are not copied, or the
+        checkpoint's."""
         with torch.device("meta"):
             layer = ladderized_class(self.family, "DecoderLayer")(self.model_config(layout), index)
         layer.load_state_dict(dict(self.weights(index) if weights is None else weights), assign=True)
         return layer.eval()
 
     def model_config(self, layout: Layout) -> Any:
-        stated = {
-            key: value
-            for key, value in self.config.items()
-            if key not in ("auto_map", "architectures", "ladder_layers")
-        }
-        config = ladderized_class(self.family, "Config").from_dict(
-            {**stated, "model_type": self.family.ladderized_type, **layout.to_config()}
-        )
+        stated = {**self.config, "model_type": self.family.ladderized_type, **layout.to_config()}
+        for key in ("auto_map", "architectures", "ladder_layers"):
+            stated.pop(key, None)
+        config = ladderized_class(self.family, "Config").from_dict(stated)
         config._attn_implementation = "sdpa"
         return config
 
@@ -146,11 +124,15 @@ class Blocks:
         )
 
     def heads(self, layer: Any, stream: Tensor) -> Tensor:
-        """Return o_proj's inputs, [batch, tokens, heads * head_dim], of a layer whose attention's sum is dropped, from
-        the stream that it reads, [batch, tokens, hidden]."""
-        attention, tokens = layer.self_attn, stream.shape[1]
+        """Return o_proj's inputs, [batch, tokens, heads * head_dim], of a layer whose attention ends before it, from
+        the stream that it reads, [batch, tokens, hidden], or that each virtual rank does, [ranks, batch, ...]."""
+        attention, tokens = layer.self_attn, stream.shape[-2]
         rope, mask = self.position_embeddings(tokens), self.mask(attention.layer_idx, tokens)
         return attention(layer.input_layernorm(stream), rope, mask)[0]
+
+    def autocast(self) -> torch.autocast:
+        """Return a context in which products of wider streams and weights are computed in ``dtype``."""
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def mask(self, layer: int, tokens: int) -> Tensor | None:
         """Return the tokens that each token sees in this layer, bool [1, 1, tokens, tokens]; None: all up to itself."""
@@ -172,32 +154,24 @@ class Blocks:
         return self._rope[tokens]
 
     def nll(self, complete: Tensor, ids: Tensor) -> Tensor:
-        """Return the summed negative log-likelihood of each window in nats, float64 [batch]. Every token but the first
-        is scored.
-
-        complete: the stream that leaves the last layer, [batch, tokens, hidden].
-        ids: [batch, tokens].
-        """
+        """Return the summed negative log-likelihood of each window in nats, float64 [batch], of all its tokens but the
+        first, from the stream that leaves the last layer, [batch, tokens, hidden]."""
         targets = ids[:, 1:].to(self.device).flatten()
-        losses = [
-            cross_entropy(logits, target, reduction="none")
-            for logits, target in self._logits(complete[:, :-1], targets)
-        ]
+        pieces = self._logits(complete[:, :-1], targets)
+        losses = [cross_entropy(logits, target, reduction="none") for logits, target in pieces]
         return torch.cat(losses).view(len(ids), -1).double().sum(1)
 
     def logits(self, complete: Tensor) -> Tensor:
         """Return the logits, float32 [batch, tokens, vocab], from the stream that leaves the last layer [batch, tokens,
         hidden]."""
-        parts = [logits for logits, _ in self._logits(complete, torch.empty(complete.shape[:2].numel()))]
-        return torch.cat(parts).unflatten(0, complete.shape[:2])
+        logits = torch.cat([some for some, _ in self._logits(complete, torch.empty(complete.shape[:2].numel()))])
+        return logits.unflatten(0, complete.shape[:2])
 
     def divergence(self, dense: "Blocks", reference: Tensor, complete: Tensor) -> Tensor:
-        """Return the summed KL(dense || model) of each window's predictions in nats, float64 [batch].
+        """Return the summed KL(dense || model) of each window's predictions but the last in nats, float64 [batch], from
+        the streams that leave the last layer of either, [batch, tokens, hidden] each.
 
-        The prediction of the last token is left out. Each model has its own final norm and LM head: a retraining may
-        have changed them.
-
-        reference, complete: the streams that leave the last layer of either, [batch, tokens, hidden] each.
+        Each model has its own final norm and LM head: a retraining may have changed them.
         """
         tokens = torch.empty(complete[:, 1:].shape[:2].numel())
         pieces = zip(dense._logits(reference[:, :-1], tokens), self._logits(complete[:, :-1], tokens), strict=True)
@@ -207,17 +181,17 @@ class Blocks:
         ]
         return torch.cat(sums).view(len(complete), -1).double().sum(1)
 
-    def _logits(self, stream: Tensor, beside: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the float32 logits [some tokens, vocab] of a stream [batch, tokens, hidden], and their part of
-        ``beside`` [batch * tokens]; at most ``LOGITS_AT_ONCE`` numbers at a time."""
+    def _logits(self, stream: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the float32 logits [some tokens, vocab] of a stream [batch, tokens, hidden], and the ``targets``
+        [batch * tokens] of the same tokens; at most ``LOGITS_AT_ONCE`` numbers at a time."""
         eps = complete_config(self.config)["rms_norm_eps"]
         norm = dense_class(self.family, "RMSNorm")(stream.shape[-1], eps=eps)
         norm.weight = torch.nn.Parameter(self._end("model.norm.weight"), requires_grad=False)
         head = self._end("model.embed_tokens.weight" if is_tied(self.config) else "lm_head.weight")
         rows = norm(stream).flatten(0, 1).to(head.dtype)
         at_once = max(1, LOGITS_AT_ONCE // head.shape[0])
-        for own, part in zip(rows.split(at_once), beside.split(at_once), strict=True):
-            yield linear(own, head).float().mul_(self.decoder.logits_scale), part
+        for some, target in zip(rows.split(at_once), targets.split(at_once), strict=True):
+            yield linear(some, head).float().mul_(self.decoder.logits_scale), target
 
     def _end(self, name: str) -> Tensor:
         """Return the embedding, the final norm or the LM head, read once and kept."""
@@ -229,11 +203,8 @@ class Blocks:
 def window_streams(
     blocks: Blocks, layer_at: Callable[[int], torch.nn.Module], windows: Tensor, *, batch_size: int
 ) -> list[Tensor]:
-    """Return the complete streams that leave the last layer, one tensor per batch of windows, on the CPU.
-
-    layer_at: returns a layer by its number; one is in memory at a time.
-    windows: [windows, tokens].
-    """
+    """Return the complete streams that leave the last layer for windows [windows, tokens], one tensor per batch, on the
+    CPU. ``layer_at`` returns a layer by its number; one is in memory at a time."""
     with torch.no_grad():
         host = torch.device("cpu")  # the states of all windows lie on the host, those of one batch on the device
         states = [to_device(blocks.embed(batch), host) for batch in windows.split(batch_size)]
@@ -247,16 +218,13 @@ def window_streams(
 def window_nlls(
     blocks: Blocks, layer_at: Callable[[int], torch.nn.Module], windows: Tensor, *, batch_size: int
 ) -> Tensor:
-    """Return the summed negative log-likelihood of each window in nats, float64 [windows].
-
-    As ``window_streams``, one layer at a time; ``eval.text.score_windows`` scores with a whole model.
-    """
+    """Return the summed negative log-likelihood of each window in nats, float64 [windows]; see ``window_streams``."""
     streams = window_streams(blocks, layer_at, windows, batch_size=batch_size)
     with torch.no_grad():
         batches = zip(streams, windows.split(batch_size), strict=True)
         return torch.cat([blocks.nll(stream.to(blocks.device), batch) for stream, batch in batches]).cpu()
 
 
-def check_finite(value: float, what: str) -> None:
+def check_finite(value: float, name: str) -> None:
     if not math.isfinite(value):
-        raise UserError(f"{what} is NaN or infinite; check the model's weights, or compute in float32")
+        raise UserError(f"{name} is NaN or infinite; check the model's weights, or compute in float32")

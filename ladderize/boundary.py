@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from ladderize.console import is_out_of_memory, say, sentence
+from ladderize.console import say, sentence
 from ladderize.errors import LadderizeError, UsageError
 from ladderize.ranks.environment import WORLD_SIZE, is_main_rank
 
@@ -23,10 +23,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # names the file from which torchrun rea
 
 @contextlib.contextmanager
 def error_boundary(debug: bool) -> Iterator[None]:
-    """Turn known exceptions into one sentence on stderr and an exit code.
-
-    debug: show the traceback too.
-    """
+    """Turn exceptions into one sentence on stderr, with ``debug`` the traceback too, and an exit code."""
     from ladderize.layout import RangeSyntaxError
 
     terminated: list[int] = []
@@ -66,22 +63,21 @@ def error_boundary(debug: bool) -> Iterator[None]:
 
 def unplanned(error: BaseException) -> str:
     """Return the sentence for an error that ladderize did not raise."""
-    if type(error).__name__ == PANIC:
+    kind, text = type(error).__name__, sentence(error)
+    if kind == PANIC:
         return (
-            f"the tokenizers library gave up ({sentence(error)[:200]}); tokenizer.json has a rule that it cannot apply"
-            " to this text, take the tokenizer of the original model"
+            f"the tokenizers library gave up ({text[:200]}); tokenizer.json has a rule that it cannot apply to this"
+            " text, take the tokenizer of the original model"
         )
     if is_lost_rank(error):
         return "another process of the group has ended; see what it said"
-    if is_out_of_memory(error):
-        return (
-            f"the memory is exhausted ({sentence(error)[:200]}); give fewer or shorter rows at a time, or a smaller"
-            " model"
-        )
-    if type(error).__name__ == "StrictDataclassFieldValidationError":  # transformers' check of a config's types
-        return f"config.json: {sentence(error)}; repair the file"
-    what = f"{type(error).__name__}: {sentence(error)}"
-    return f"unexpected error: {what} (run again with --debug for the traceback)"
+    # of Python, of torch's allocator on a GPU, and on a CPU, where it is a plain RuntimeError
+    is_memory = isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    if is_memory:
+        return f"the memory is exhausted ({text[:200]}); give fewer or shorter rows at a time, or a smaller model"
+    if kind == "StrictDataclassFieldValidationError":  # transformers' check of a config's types
+        return f"config.json: {text}; repair the file"
+    return f"unexpected error: {kind}: {text} (run again with --debug for the traceback)"
 
 
 @contextlib.contextmanager
@@ -102,14 +98,10 @@ class _Terminated(KeyboardInterrupt):
     """An exception for SIGTERM. KeyboardInterrupt itself, raised during an import, makes Python end by SIGINT."""
 
 
-@contextlib.contextmanager
-def _terminable(received: list[int]) -> Iterator[None]:
-    """Let SIGTERM, which batch systems send before they kill, end the block as Ctrl-C does; a second one ends the
-    process.
+def _terminable(received: list[int]) -> contextlib.AbstractContextManager[None]:
+    """Let SIGTERM, which batch systems send before they kill, end the block as Ctrl-C does; a second one kills.
 
     A launcher's rank ends at once as usual: it may wait for others where no exception is raised.
-
-    received: the signals so far.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -117,9 +109,7 @@ def _terminable(received: list[int]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise _Terminated
 
-    alone = os.environ.get(WORLD_SIZE, "") in ("", "1")
-    with handled(interrupt, *([signal.SIGTERM] if alone else [])):
-        yield
+    return handled(interrupt, *([signal.SIGTERM] if os.environ.get(WORLD_SIZE, "") in ("", "1") else []))
 
 
 def _record(error: BaseException) -> None:
@@ -131,8 +121,7 @@ def _record(error: BaseException) -> None:
 
 
 def _say_error(text: str) -> None:
-    """Print the error on rank 0; torchrun's report has those of other ranks. A very long sentence is shortened in its
-    middle."""
+    """Print the error on rank 0, a very long one shortened; torchrun's report has those of other ranks."""
     if os.environ.get(ERROR_FILE) and not is_main_rank():
         return
     text = text if len(text) <= LONGEST_ERROR else f"{text[: LONGEST_ERROR - 500]} [...] {text[-400:]}"
@@ -141,7 +130,6 @@ def _say_error(text: str) -> None:
 
 def is_lost_rank(error: BaseException) -> bool:
     """Return whether this rank could not reach another one, for which gloo raises a plain RuntimeError."""
-    if not isinstance(error, RuntimeError):
-        return False
-    lost = any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe"))
-    return lost or type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
+    is_lost = any(message in str(error) for message in ("closed by peer", "reset by peer", "Broken pipe"))
+    is_distributed = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
+    return isinstance(error, RuntimeError) and (is_lost or is_distributed)

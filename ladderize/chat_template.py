@@ -20,18 +20,12 @@ DATE_OF_DATA = date(2024, 7, 26)
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation as chat templates take it.
+    """A conversation as chat templates take it."""
 
-    messages: OpenAI's form: a role, a content, and what else a template may read.
-    scored: of each message, whether the loss counts it.
-    tools: JSON schemas of functions that may be called; None: the row names none.
-    variables: more variables of the template.
-    """
-
-    messages: Sequence[Mapping[str, Any]]
-    scored: Sequence[bool] = ()
-    tools: Sequence[Mapping[str, Any]] | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, Any]]  # OpenAI's form: a role, a content, and what else a template may read
+    scored: Sequence[bool] = ()  # of each message, whether the loss counts it
+    tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas of functions that may be called
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the template
 
     def until(self, count: int) -> "Conversation":
         """Return the conversation up to its message ``count``, which is left out."""
@@ -45,11 +39,8 @@ def said_by_user(text: str) -> list[dict[str, str]]:
 def chat_template_of(
     tokenizer: "PreTrainedTokenizerBase", name: str = "the tokenizer", tools: Sequence[Mapping[str, Any]] | None = None
 ) -> str:
-    """Return a tokenizer's chat template, which may be another one where there are tools.
-
-    name: of the tokenizer's model, for the message.
-    Raises UserError where there is none, or several of which none is the default.
-    """
+    """Return a tokenizer's chat template, which may be another one where there are tools. Raises UserError where there
+    is none, or several of which none is the default."""
     schemas: Any = tools
     try:
         return str(tokenizer.get_chat_template(tools=schemas))
@@ -75,12 +66,16 @@ def _with_fixed_date(template: str) -> str:
 
 
 def render(
-    tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, *, as_data: bool, **options: bool
+    tokenizer: "PreTrainedTokenizerBase",
+    conversation: Conversation,
+    *,
+    as_data: bool,
+    add_generation_prompt: bool = False,
+    marked: bool = False,
 ) -> tuple[str, list[Span]]:
-    """Return the text of a conversation, and the spans between the template's ``{% generation %}`` markers.
+    """Return the text of a conversation, and with ``marked`` the spans between ``{% generation %}`` markers.
 
     as_data: "today" is always ``DATE_OF_DATA``.
-    options: of ``render_jinja_template``: add_generation_prompt, return_assistant_tokens_mask.
     Raises UserError where the template refuses it.
     """
     from transformers.utils import chat_template_utils as templates
@@ -93,7 +88,8 @@ def render(
             conversations=[[*conversation.messages]],
             tools=conversation.tools,
             chat_template=_with_fixed_date(template) if as_data else template,
-            **options,
+            add_generation_prompt=add_generation_prompt,
+            return_assistant_tokens_mask=marked,
             **variables,
         )
     except Exception as error:  # a template may raise whatever Python can

@@ -1,8 +1,8 @@
-"""Output of the commands: results on stdout, progress on stderr, and numbers and strangers' text formatted for
-people."""
+"""Output of the commands: results on stdout, progress on stderr, and numbers and strangers' text made for people."""
 
 import contextlib
 import errno
+import functools
 import io
 import json
 import math
@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from ladderize.ranks.environment import is_main_rank
 
 SCHEMA_VERSION = 1
 LOG_INTERVAL_S = 60.0  # between two lines of progress where stderr is no terminal
+REFRESH_S = 0.1  # between two states of a bar
 # Characters that a terminal would obey rather than show, except new lines and tabs, and those that reverse text.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 
@@ -53,10 +54,7 @@ class Console:
             print(printable(text), flush=True)
 
     def prose(self, text: str, *, indent: int = 0) -> None:
-        """Print a result in sentences, which wrap on a terminal.
-
-        indent: spaces before all lines but the first.
-        """
+        """Print a result in sentences, which wrap on a terminal; all lines but the first are indented."""
         if sys.stdout.isatty():
             width, spaces = shutil.get_terminal_size().columns, " " * indent
             text = textwrap.fill(text, width, subsequent_indent=spaces, break_long_words=False, break_on_hyphens=False)
@@ -69,7 +67,6 @@ class Console:
         if not sys.stdout.isatty():
             print(table(rows, right=right), flush=True)
             return
-        from rich.console import Console as RichConsole
         from rich.table import Table
         from rich.text import Text
 
@@ -78,7 +75,7 @@ class Console:
             shown.add_column(Text(key), justify="right" if key in right else "left", overflow="fold")
         for row in rows:
             shown.add_row(*(Text(printable(str(value))) for value in row.values()))
-        RichConsole(file=sys.stdout, highlight=False).print(shown)
+        _terminal(sys.stdout).print(shown)
 
     def document(self, value: Mapping[str, Any]) -> None:
         """Print the JSON document of a command; silent without --json."""
@@ -97,56 +94,49 @@ class Console:
 
     @contextlib.contextmanager
     def stage(self, text: str) -> Iterator[None]:
-        """Show work of unknown length: by a spinner on a terminal, elsewhere by a line at the beginning and each
-        minute."""
+        """Show work of unknown length: by a spinner on a terminal, elsewhere by a line at once and each minute."""
         if not self.speaks:
             yield
         elif not sys.stderr.isatty():
             say(text)
             begin = time.monotonic()
-            with _repeated(lambda: say(f"{text}: for {time.monotonic() - begin:.0f} s"), LOG_INTERVAL_S):
+            with _each_minute(lambda: f"{text}: for {time.monotonic() - begin:.0f} s"):
                 yield
         else:
-            from rich.console import Console as RichConsole
             from rich.markup import escape
 
-            text = escape(printable(text))
             # A descriptor of its own, since the block may replace or redirect stderr.
-            with os.fdopen(os.dup(sys.stderr.fileno()), "w") as file, RichConsole(file=file).status(text):
+            with os.fdopen(os.dup(sys.stderr.fileno()), "w") as file, _terminal(file).status(escape(printable(text))):
                 yield
 
     @contextlib.contextmanager
     def progress(self, description: str, total: int, *, done: int = 0, is_bytes: bool = False) -> Iterator[Advance]:
-        """Show progress on stderr by tqdm's bar; yields ``advance(n, detail="")``.
+        """Show progress by a bar on a terminal, elsewhere by a line each minute; yields ``advance(n, detail="")``.
 
         done: the part of ``total`` that an earlier run did; it does not count for the speed.
         """
-        from tqdm import tqdm
+        progress = _Progress(total, done, human_bytes if is_bytes else str)
+        if not self.speaks:
+            yield progress.add
+        elif not sys.stderr.isatty():
+            with _each_minute(lambda: f"{description}: {progress}"):
+                yield progress.add
+        else:
+            from rich.progress import BarColumn, Progress, TextColumn
 
-        quiet_bar = type("Bar", (tqdm,), {"monitor_interval": 0})  # else a thread wakes up beside measurements
-        with quiet_bar(
-            desc=printable(description),
-            total=total,
-            initial=done,
-            unit="B" if is_bytes else "",
-            unit_scale=is_bytes,
-            miniters=1,
-            smoothing=0.01,  # the time left goes by the average speed: steps between validations are faster
-            file=_bar_stream(),
-            leave=False,
-            disable=not self.speaks,
-        ) as bar:
+            name, state = (TextColumn(f"{{task.{key}}}", markup=False) for key in ("description", "fields[state]"))
+            terminal = _terminal(sys.stderr)
+            # drawn when something is done: a thread would wake up beside measurements
+            with Progress(name, BarColumn(), state, console=terminal, auto_refresh=False, transient=True) as bar:
+                task, drawn = bar.add_task(printable(description), total=total, completed=done, state=""), 0.0
 
-            def advance(steps: int = 1, detail: str = "") -> None:
-                if detail:  # stays until the next one
-                    bar.set_postfix_str(printable(detail), refresh=False)
-                bar.update(steps)
-                if not steps:
-                    bar.refresh()
+                def advance(steps: int = 1, detail: str = "") -> None:
+                    nonlocal drawn
+                    progress.add(steps, detail)
+                    if time.monotonic() > drawn + REFRESH_S:
+                        drawn = time.monotonic()
+                        bar.update(task, completed=progress.done, state=printable(str(progress)), refresh=True)
 
-            # a step may take longer than a minute; a terminal's bar need not move for that
-            alive = self.speaks and not sys.stderr.isatty()
-            with _repeated(bar.refresh, LOG_INTERVAL_S / 4) if alive else contextlib.nullcontext():
                 yield advance
 
     @contextlib.contextmanager
@@ -155,36 +145,46 @@ class Console:
 
         bars: show its progress on stderr; where that is no terminal, a line every minute.
         """
-        stream: Any = _bar_stream() if bars and self.speaks else io.StringIO()
-        with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+        hidden, shows = io.StringIO(), bars and self.speaks
+        stream = sys.stderr if shows and sys.stderr.isatty() else hidden
+        with contextlib.ExitStack() as stack:
+            if shows and stream is hidden:
+                stack.enter_context(_each_minute(lambda: hidden.getvalue().strip().rpartition("\r")[2]))
+            stack.enter_context(contextlib.redirect_stdout(stream))
+            stack.enter_context(contextlib.redirect_stderr(stream))
             yield
 
 
 SILENT = Console(quiet=True)  # of calls from Python
 
 
-class _LoggedBar(io.TextIOBase):
-    """A stream for tqdm that prints the latest state of its bar about once a minute, so that a log can hold it."""
+class _Progress:
+    """How much is done of ``total``, and for how long; as text with the time left by the average speed."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream, self.printed = stream, time.monotonic()
+    def __init__(self, total: int, done: int, shown: Callable[[float], str]) -> None:
+        self.total, self.done, self.first, self.shown = total, done, done, shown
+        self.begin, self.detail = time.monotonic(), ""
 
-    def write(self, text: str) -> int:
-        state, now = text.strip("\r\n "), time.monotonic()
-        if "%|" in state and now >= self.printed + LOG_INTERVAL_S:
-            self.printed = now
-            print(printable(state.rsplit("\r")[-1]), file=self.stream, flush=True)
-        return len(text)
+    def add(self, steps: int = 1, detail: str = "") -> None:
+        self.done += steps
+        self.detail = detail or self.detail
+
+    def __str__(self) -> str:
+        elapsed, steps = time.monotonic() - self.begin, self.done - self.first
+        more = self.total - self.done
+        left = f", {human_seconds(elapsed * more / steps)} left" if steps and more > 0 else ""
+        counts = f"{self.done / max(1, self.total):4.0%} ({self.shown(self.done)} of {self.shown(self.total)})"
+        return f"{counts}, {human_seconds(elapsed)}{left}{self.detail and f', {self.detail}'}"
 
 
 @contextlib.contextmanager
-def _repeated(act: Callable[[], object], interval_s: float) -> Iterator[None]:
-    """Call ``act`` each ``interval_s`` seconds, from a thread, while the block runs."""
-    ended = threading.Event()
+def _each_minute(line: Callable[[], str]) -> Iterator[None]:
+    """Print ``line()`` on the present stderr each minute, from a thread, while the block runs."""
+    ended, stream = threading.Event(), sys.stderr
 
     def repeat() -> None:
-        while not ended.wait(interval_s):
-            act()
+        while not ended.wait(LOG_INTERVAL_S):
+            print(printable(line()), file=stream, flush=True)
 
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
@@ -195,20 +195,24 @@ def _repeated(act: Callable[[], object], interval_s: float) -> Iterator[None]:
         thread.join()
 
 
-def _bar_stream() -> Any:
-    """Return the stream for progress bars: stderr, which is a terminal or gets a line every minute."""
-    return sys.stderr if sys.stderr.isatty() else _LoggedBar(sys.stderr)
+def _terminal(stream: Any) -> Any:
+    """Return rich's console of a stream: one for all that is drawn there at a time."""
+    return _console_of(getattr(stream, "rich_proxied_file", stream))  # a bar replaces stderr by a proxy
+
+
+@functools.cache
+def _console_of(stream: Any) -> Any:
+    from rich.console import Console as RichConsole
+
+    return RichConsole(file=stream, highlight=False, emoji=False)
 
 
 def say(text: str, *, style: str = "") -> None:
     """Print a line on stderr: wrapped at words and coloured on a terminal, unchanged elsewhere."""
-    text = printable(text)
-    if not sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
-        return
-    from rich.console import Console as RichConsole
-
-    RichConsole(file=sys.stderr, highlight=False, markup=False, emoji=False).print(text, style=style)
+    if sys.stderr.isatty():
+        _terminal(sys.stderr).print(printable(text), style=style, markup=False)
+    else:
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def to_json(value: Mapping[str, Any]) -> str:
@@ -220,10 +224,7 @@ def to_json(value: Mapping[str, Any]) -> str:
 
 
 def strict_json(value: Any) -> Any:
-    """Return a value as strict JSON holds it.
-
-    Scalars of arrays become numbers, NaN and infinity null, sets lists, and other objects their text.
-    """
+    """Return a value as strict JSON holds it: NaN and infinity become null, other objects numbers, lists or text."""
     if isinstance(value, Mapping):
         return {str(key): strict_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set):
@@ -237,14 +238,13 @@ def strict_json(value: Any) -> Any:
 
 def table(rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = ()) -> str:
     """Return rows with equal keys as an aligned text table; columns named in ``right`` are right-aligned."""
-    cells = {key: [key, *(printable(str(row[key])) for row in rows)] for key in rows[0]}
-    widths = {key: max(map(len, column)) for key, column in cells.items()}
-    columns = [
-        [text.rjust(widths[key]) if key in right else text.ljust(widths[key]) for text in column]
-        for key, column in cells.items()
-    ]
-    head, *body = ("  ".join(line).rstrip() for line in zip(*columns, strict=True))
-    return "\n".join([head, "  ".join("-" * width for width in widths.values()), *body])
+    columns = []
+    for key in rows[0]:
+        cells = [key, *(printable(str(row[key])) for row in rows)]
+        width = max(map(len, cells))
+        aligned = [cell.rjust(width) if key in right else cell.ljust(width) for cell in cells]
+        columns.append([aligned[0], "-" * width, *aligned[1:]])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def human_bytes(count: float) -> str:
@@ -274,18 +274,12 @@ def human_seconds(seconds: float) -> str:
     return f"{hours:.2g} h" if hours < 72 else f"{float(f'{hours / 24:.2g}'):,.0f} days"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether Python, or torch's allocator of a GPU or the CPU (a plain RuntimeError), ran out of memory."""
-    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
-
-
 def printable(text: str) -> str:
     """Return strangers' text for a terminal, where an escape sequence would colour, move or overwrite other text.
 
     New lines and tabs stay; other characters that cannot be seen are written as in Python.
     """
-    return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)
+    return _UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def code_span(text: str) -> str:
@@ -298,11 +292,7 @@ def code_span(text: str) -> str:
 
 def is_text(value: str) -> bool:
     """Return whether UTF-8 can hold this text: it has no half of a surrogate pair."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return value.encode(errors="ignore").decode() == value
 
 
 def sentence(error: BaseException) -> str:

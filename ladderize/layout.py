@@ -8,8 +8,7 @@ A layer has two sync points, after attention and after the MLP, where the partia
 * ``dropped``: no all-reduce; each rank carries its partial into the next sync point (Sync-Point Drop, arXiv
   2502.20727).
 
-A layout is nothing but the list of these modes, plus the number of virtual ranks that delayed and dropped ones were
-made for.
+A layout is the list of these modes, plus the number of virtual ranks that delayed and dropped ones were made for.
 """
 
 import re
@@ -21,18 +20,77 @@ from ladderize.errors import LadderizeError
 from ladderize.families.registry import is_authors, is_ladderized, known_family
 
 BLOCKING, OVERLAPPED, DELAYED, DROPPED = "blocking", "overlapped", "delayed", "dropped"
-ATTENTION_MODES = (BLOCKING, OVERLAPPED, DELAYED, DROPPED)
-MLP_MODES = (BLOCKING, OVERLAPPED, DELAYED)
-HIDING = (OVERLAPPED, DELAYED)  # the next sub-module computes while the all-reduce runs
-APART = (DELAYED, DROPPED)  # each rank's next sub-module reads the rank's own partial
-STEMS = {BLOCKING: "", OVERLAPPED: "ladder", DELAYED: "delayed", DROPPED: "spd"}  # of layers' names
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A mode, as other files ask for it.
+
+    layers: the name of layers with it, and their option.
+    of_mlp: an MLP's sync point may have it.
+    sends: an all-reduce sums the partials.
+    hides: the next sub-module computes while the all-reduce runs.
+    apart: each rank's next sub-module reads the rank's own partial.
+    explained: in a model card, behind the mode's name.
+    tag: of model cards.
+    colours: of such layers in reports, on a light and on a dark page.
+    """
+
+    layers: str
+    of_mlp: bool = True
+    sends: bool = True
+    hides: bool = False
+    apart: bool = False
+    explained: str = ""
+    tag: str | None = None
+    colours: tuple[str, str] = ("#4a5261", "#c2c9d4")
+
+
+MODES = {
+    BLOCKING: Mode("dense"),
+    OVERLAPPED: Mode(
+        "ladder",
+        hides=True,
+        explained="\n(Ladder Residual, arXiv 2501.06589)",
+        tag="ladder-residual",
+        colours=("#1f63c9", "#78aefc"),
+    ),
+    DELAYED: Mode(
+        "delayed",
+        hides=True,
+        apart=True,
+        explained=" (the same, but each rank reads its own\npart at once)",
+        tag="delayed-tensor-parallelism",
+        colours=("#b02a5b", "#f08ab0"),
+    ),
+    DROPPED: Mode(
+        "spd",
+        of_mlp=False,
+        sends=False,
+        apart=True,
+        explained=" (Sync-Point Drop, arXiv 2502.20727)",
+        tag="sync-point-drop",
+        colours=("#b4500c", "#f0a050"),
+    ),
+}
+ATTENTION_MODES = tuple(MODES)
+MLP_MODES = tuple(name for name, mode in MODES.items() if mode.of_mlp)
+HIDING = tuple(name for name, mode in MODES.items() if mode.hides)
+APART = tuple(name for name, mode in MODES.items() if mode.apart)
+# The names of layers -> the mode of their attention sync, and of the MLP sync entering them.
+LAYER_KINDS = {MODES[mode].layers: (mode, mode) for mode in MLP_MODES} | {
+    MODES[mode].layers + ("" if entering == BLOCKING else f"+{MODES[entering].layers}"): (mode, entering)
+    for mode in ATTENTION_MODES
+    for entering in MLP_MODES
+    if not MODES[mode].of_mlp
+}
 CONFIG_KEYS = ("attention_sync", "mlp_sync", "sync_tp_size")
 DEFAULT_RANKS = 8  # the GPUs of the usual machine
-RANGE = re.compile(r"all|(?P<one>-?\d+)|(?P<start>-?\d+)?:(?P<stop>-?\d+)?", re.ASCII)
+RANGE = re.compile(r"all|(?P<layer>-?\d+)|(?P<start>-?\d+)?:(?P<stop>-?\d+)?", re.ASCII)
 
 
 class LayoutError(LadderizeError, ValueError):
-    """An error for a layout, or a range of layers, that makes no sense; the message is one sentence for the user."""
+    """An error for a layout, or a range of layers, that makes no sense."""
 
 
 class RangeSyntaxError(LayoutError):
@@ -49,42 +107,40 @@ def parse_ranges(text: str, num_layers: int, *, option: str = "layers") -> list[
         return int(text) + num_layers if text.startswith("-") else int(text)
 
     layers: set[int] = set()
-    for part in str(text).replace(" ", "").split(","):
-        match = RANGE.fullmatch(part)
+    for span in str(text).replace(" ", "").split(","):
+        match = RANGE.fullmatch(span)
         if match is None:
             raise RangeSyntaxError(
-                f"{option}: {part!r} is not a range of layers, half-open and without steps; write for example 16:32,"
+                f"{option}: {span!r} is not a range of layers, half-open and without steps; write for example 16:32,"
                 " :8, -16:, 5 or all"
             )
-        start = index(match["one"] or match["start"] or "0")
-        stop = start + 1 if match["one"] else index(match["stop"]) if match["stop"] else num_layers
+        start = index(match["layer"] or match["start"] or "0")
+        stop = index(match["stop"]) if match["stop"] else num_layers
+        if match["layer"]:
+            stop = start + 1
         if not 0 <= start < stop <= num_layers:
             raise LayoutError(
-                f"{option}: {part} is empty or out of range for a model of {num_layers} layers (0 to {num_layers - 1})"
+                f"{option}: {span} is empty or out of range for a model of {num_layers} layers (0 to {num_layers - 1})"
             )
         layers.update(range(start, stop))
     return sorted(layers)
 
 
 def format_ranges(layers: Iterable[int]) -> str:
-    """Return the shortest text that ``parse_ranges`` reads back: ``[4, 8, 9, 10]`` -> ``4,8:11``.
-
-    An empty list is ``none``, for people.
-    """
-    parts: list[list[int]] = []
+    """Return the shortest text that ``parse_ranges`` reads back: ``[4, 8, 9, 10]`` -> ``4,8:11``; ``none`` for []."""
+    spans: list[list[int]] = []
     for layer in sorted(layers):
-        if parts and parts[-1][1] == layer:
-            parts[-1][1] = layer + 1
+        if spans and spans[-1][1] == layer:
+            spans[-1][1] = layer + 1
         else:
-            parts.append([layer, layer + 1])
-    return ",".join(str(a) if b == a + 1 else f"{a}:{b}" for a, b in parts) or "none"
+            spans.append([layer, layer + 1])
+    return ",".join(str(a) if b == a + 1 else f"{a}:{b}" for a, b in spans) or "none"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The modes of all sync points. Raises LayoutError for inconsistent ones.
+    """The modes of all sync points, one attention and one MLP sync for each layer; LayoutError for inconsistent ones.
 
-    attention_sync, mlp_sync: one mode for each layer.
     sync_tp_size: virtual ranks, iff something is delayed or dropped.
     """
 
@@ -104,8 +160,8 @@ class Layout:
         ):
             for layer, mode in enumerate(modes):
                 if mode not in allowed:
-                    why = "; q, k, v and the caches would differ by rank" if mode == DROPPED else ""
-                    raise LayoutError(f"{key}[{layer}] is {mode!r}, but must be one of {', '.join(allowed)}{why}")
+                    reason = "; q, k, v and the caches would differ by rank" if mode == DROPPED else ""
+                    raise LayoutError(f"{key}[{layer}] is {mode!r}, but must be one of {', '.join(allowed)}{reason}")
         if self.mlp_sync[-1] != BLOCKING:
             raise LayoutError(
                 "the last layer's MLP sync point must be blocking: no sub-module follows that could hide it"
@@ -121,8 +177,6 @@ class Layout:
             raise LayoutError(
                 "sync_tp_size (--sync-tp-size) has no effect where no sync point is delayed or dropped; leave it out"
             )
-
-    # ---- making one ----
 
     @classmethod
     def dense(cls, num_layers: int) -> "Layout":
@@ -159,10 +213,7 @@ class Layout:
         return cls(tuple(attention), tuple(mlp), sync_tp_size)
 
     def with_layers(self, layers: Set[int], other: "Layout") -> "Layout":
-        """Return this layout with some layers of another one: their attention syncs and the MLP syncs entering them.
-
-        Raises LayoutError where the layers that stay and those of ``other`` need different ``sync_tp_size``.
-        """
+        """Return this layout with some layers of another one: their attention syncs and the MLP syncs entering them."""
         apart = [i for i, mode in enumerate(self.attention_sync) if mode in APART or self.entering(i) in APART]
         staying = [i for i in apart if i not in layers]
         if staying and other.sync_tp_size not in (None, self.sync_tp_size):
@@ -179,10 +230,7 @@ class Layout:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Layout":
-        """Return the layout of a config.json: ladderized, the authors' ``llamaLadder``, or dense where it states none.
-
-        Raises LayoutError for an invalid one.
-        """
+        """Return the layout of a config.json: ladderized, the authors' ``llamaLadder``, or dense where it has none."""
         num_layers = config["num_hidden_layers"]
         if is_authors(config):
             return cls.from_layers(num_layers, ladder=_authors_ladder_layers(config.get("ladder_layers"), num_layers))
@@ -196,28 +244,33 @@ class Layout:
             lists.append(tuple(modes))
         return cls(lists[0], lists[1], config.get("sync_tp_size"))
 
-    # ---- reading one ----
-
     @property
     def num_layers(self) -> int:
         return len(self.attention_sync)
 
     @property
+    def kinds(self) -> dict[str, list[int]]:
+        """The layers that are not dense, by each of their names; ``spd+ladder`` counts as both."""
+        layers: dict[str, list[int]] = {mode.layers: [] for mode in MODES.values()}
+        for index in range(self.num_layers):
+            for name in self.layer_name(index).split("+"):
+                layers.setdefault(name, []).append(index)
+        del layers[MODES[BLOCKING].layers]
+        return {name: indices for name, indices in layers.items() if indices}
+
+    @property
     def spd_layers(self) -> list[int]:
-        return [i for i, mode in enumerate(self.attention_sync) if mode == DROPPED]
+        return self.kinds.get("spd", [])
 
     @property
     def ladder_layers(self) -> list[int]:
         """The layers that are ladder by name; an spd layer counts when the MLP sync entering it is overlapped."""
-        return self._named("ladder")
+        return self.kinds.get("ladder", [])
 
     @property
     def delayed_layers(self) -> list[int]:
         """The layers that are delayed by name; an spd layer counts when the MLP sync entering it is delayed."""
-        return self._named("delayed")
-
-    def _named(self, kind: str) -> list[int]:
-        return [i for i in range(self.num_layers) if kind in self.layer_name(i).split("+")]
+        return self.kinds.get("delayed", [])
 
     @property
     def modes(self) -> list[str]:
@@ -236,24 +289,20 @@ class Layout:
     @property
     def converted_layers(self) -> list[int]:
         """The layers that compute something else than the dense model's, or read another stream."""
-        return [
-            layer
-            for layer in range(self.num_layers)
-            if self.attention_sync[layer] != BLOCKING or self.entering(layer) != BLOCKING
-        ]
+        return [layer for layer in range(self.num_layers) if self.layer_name(layer) != MODES[BLOCKING].layers]
 
     def entering(self, layer: int) -> str:
         """Return the mode of the MLP sync point that enters ``layer``; blocking for the first."""
         return self.mlp_sync[layer - 1] if layer else BLOCKING
 
     def layer_name(self, layer: int) -> str:
-        """Return ``dense``, ``ladder``, ``delayed``, ``spd``, ``spd+ladder``, ``spd+delayed``, or the modes of a layer
-        that is none of them, such as ``attention overlapped``."""
+        """Return one of ``LAYER_KINDS``, or a layer's modes, such as ``attention overlapped``."""
         attention, entering = self.attention_sync[layer], self.entering(layer)
-        if attention == DROPPED:
-            return "+".join(filter(None, ("spd", STEMS[entering])))
-        if entering == attention or layer == 0:
-            return STEMS[attention] or "dense"
+        if layer == 0 and attention in MLP_MODES:
+            return MODES[attention].layers
+        for name, modes in LAYER_KINDS.items():
+            if modes == (attention, entering):
+                return name
         of_both = ("attention", attention), ("entering MLP", entering)
         return ", ".join(f"{name} {mode}" for name, mode in of_both if mode != BLOCKING)
 
@@ -263,11 +312,8 @@ class Layout:
 
     def to_config(self) -> dict[str, Any]:
         """Return the layout's keys of config.json; ``from_config`` reads them back."""
-        return {
-            "attention_sync": list(self.attention_sync),
-            "mlp_sync": list(self.mlp_sync),
-            "sync_tp_size": self.sync_tp_size,
-        }
+        values = list(self.attention_sync), list(self.mlp_sync), self.sync_tp_size
+        return dict(zip(CONFIG_KEYS, values, strict=True))
 
     def check_layers(self, num_layers: int) -> None:
         """Raise LayoutError unless the model has as many layers as this layout."""
@@ -275,40 +321,32 @@ class Layout:
             raise LayoutError(f"the layout is of {self.num_layers} layers, but the model has {num_layers}")
 
     def check_model(self, config: Mapping[str, Any]) -> None:
-        """Raise LayoutError unless the model's heads and sizes can be split into ``sync_tp_size`` virtual ranks."""
+        """Raise LayoutError unless the model can be split into ``sync_tp_size`` virtual ranks."""
         if self.sync_tp_size is not None:
             check_split(config, self.sync_tp_size, name="sync-tp-size")
 
+    @property
+    def words(self) -> str:
+        """The layout without the number of layers, such as ``ladder 16:32`` or ``dense``."""
+        kinds = ", ".join(f"{name} {format_ranges(layers)}" for name, layers in self.kinds.items())
+        ranks = "" if self.sync_tp_size is None else f" (sync_tp_size {self.sync_tp_size})"
+        return (kinds or MODES[BLOCKING].layers) + ranks
+
     def __str__(self) -> str:
         """Return the layout in one line, such as ``32 layers: ladder 16:32``."""
-        if self.is_dense:
-            return f"{self.num_layers} layers: dense"
-        layers: dict[str, list[int]] = {"ladder": [], "delayed": [], "spd": []}
-        for index in range(self.num_layers):
-            for name in self.layer_name(index).split("+"):
-                layers.setdefault(name, []).append(index)
-        parts = [f"{name} {format_ranges(own)}" for name, own in layers.items() if own and name != "dense"]
-        ranks = "" if self.sync_tp_size is None else f" (sync_tp_size {self.sync_tp_size})"
-        return f"{self.num_layers} layers: " + ", ".join(parts) + ranks
+        return f"{self.num_layers} layers: {self.words}"
 
     def table(self) -> list[dict[str, Any]]:
         """Return one row for each layer: its name and its two sync points."""
+        modes = zip(self.attention_sync, self.mlp_sync, strict=True)
         return [
-            {
-                "layer": i,
-                "kind": self.layer_name(i),
-                "attention_sync": self.attention_sync[i],
-                "mlp_sync": self.mlp_sync[i],
-            }
-            for i in range(self.num_layers)
+            {"layer": layer, "kind": self.layer_name(layer), "attention_sync": attention, "mlp_sync": mlp}
+            for layer, (attention, mlp) in enumerate(modes)
         ]
 
 
 def check_split(config: Mapping[str, Any], ranks: int, *, name: str) -> None:
-    """Raise LayoutError unless ``ranks`` divides the query heads and the intermediate size and fits the KV heads.
-
-    name: of the option, for the message.
-    """
+    """Raise LayoutError unless ``ranks`` divides the query heads and the intermediate size and fits the KV heads."""
     problem = _split_problem(config, ranks)
     if problem:
         raise LayoutError(f"{name} {ranks} {problem}; this model takes {', '.join(map(str, fitting_ranks(config)))}")
@@ -320,16 +358,12 @@ def fitting_ranks(config: Mapping[str, Any]) -> list[int]:
 
 
 def runnable_sizes(config: Mapping[str, Any], layout: Layout) -> list[int]:
-    """Return every number of processes, none of which share a virtual rank, that can run this model with this layout.
-
-    Ascending; 1 is always among them.
-    """
+    """Return every number of processes that can run this layout, none of which share a virtual rank; ascending."""
     return [ranks for ranks in fitting_ranks(config) if (layout.sync_tp_size or 0) % ranks == 0]
 
 
 def usual_ranks(config: Mapping[str, Any], layout: Layout) -> int:
-    """Return the number of ranks that this layout is made for: its sync_tp_size, else 8 or the most below that it
-    splits into."""
+    """Return the number of ranks that this layout is made for: its sync_tp_size, else as many as fit, up to 8."""
     return layout.sync_tp_size or max(ranks for ranks in fitting_ranks(config) if ranks <= DEFAULT_RANKS)
 
 
@@ -347,10 +381,7 @@ def _split_problem(config: Mapping[str, Any], ranks: int) -> str | None:
 
 
 def _authors_ladder_layers(value: object, num_layers: int) -> list[int]:
-    """Return the layers that ``ladder_layers`` of a published checkpoint names: the last N for an integer N, or a list.
-
-    Raises LayoutError for anything else.
-    """
+    """Return the layers of ``ladder_layers`` in a published checkpoint: the last N for an integer N, or a list."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= num_layers:
         return list(range(num_layers - value, num_layers))
     if isinstance(value, list) and all(isinstance(i, int) and 0 <= i < num_layers for i in value):

@@ -1,5 +1,6 @@
 """Memory: the peak so far, and the free bytes."""
 
+import contextlib
 import gc
 from pathlib import Path
 
@@ -20,10 +21,8 @@ CGROUPS = (
 
 def resident(key: str) -> int | None:
     """Return VmRSS or VmHWM of this process in bytes; None where the system does not tell."""
-    for line in STATUS.read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    return None
+    kilobytes = _table(STATUS).get(f"{key}:")
+    return None if kilobytes is None else kilobytes * 1024
 
 
 def peak_bytes(device: torch.device) -> int | None:
@@ -39,15 +38,14 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
-    found = []
+    limits = []
     if MEMINFO.is_file():
-        found.append(_table(MEMINFO)["MemAvailable:"] * 1024)
+        limits.append(_table(MEMINFO)["MemAvailable:"] * 1024)
     for limit, used, stat in CGROUPS:
-        try:
-            found.append(int(limit.read_text()) - int(used.read_text()) + _table(stat)["inactive_file"])
-        except (OSError, ValueError, KeyError):  # no such version of control groups, or no limit ("max")
-            continue
-    return min(found) if found else None
+        # without such a version of control groups, and without a limit ("max")
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            limits.append(int(limit.read_text()) - int(used.read_text()) + _table(stat)["inactive_file"])
+    return min(limits, default=None)
 
 
 def release(device: torch.device) -> None:
@@ -58,23 +56,22 @@ def release(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def check_room(needed: int, device: torch.device, what: str, advice: str, *, processes: int = 1) -> None:
-    """Raise UserError if ``what`` needs more bytes than are free, before the system starts to kill processes.
+def check_room(needed: int, device: torch.device, user: str, advice: str, *, processes: int = 1) -> None:
+    """Raise UserError if ``user`` needs more bytes than are free, before the system starts to kill processes.
 
-    advice: what to lower; it ends the sentence.
     processes: those of this machine that each need as much at once. They share its memory, and have a GPU each.
     """
     available = available_bytes(device)
     if device.type == "cuda" and available is not None:
         available -= available // GPU_RESERVE
     if device.type == "cpu" and processes > 1:
-        needed, what = needed * processes, f"{what} in each of {processes} processes"
+        needed, user = needed * processes, f"{user} in each of {processes} processes"
     if available is not None and needed > available:
         raise UserError(
-            f"{what} needs {human_bytes(needed)} of memory, and {human_bytes(available)} are free; {advice}"
+            f"{user} needs {human_bytes(needed)} of memory, and {human_bytes(available)} are free; {advice}"
         )
 
 
 def _table(path: Path) -> dict[str, int]:
-    words = (line.split() for line in path.read_text().splitlines())
-    return {line[0]: int(line[1]) for line in words if len(line) > 1}
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}

@@ -1,11 +1,6 @@
-"""The one way to open a model, ``load``, and a tokenizer, ``load_tokenizer``. ``register`` tells transformers of our
-classes.
-
-Nothing happens at import.
-"""
+"""The one way to open a model and a tokenizer; ``register`` tells transformers of our classes."""
 
 import hashlib
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ladderize.checkpoint.opening import open_sound_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.quantised import quantisation_of
 from ladderize.checkpoint.reading import Checkpoint, has_tokenizer
 from ladderize.errors import UserError
@@ -28,30 +23,27 @@ AUTO_MODELS = {"AutoModel": "Model"} | {
 }
 
 
-def ladderized_name(family: Family, what: str) -> str:
-    """Return module and name of a class of converted models.
-
-    what: ``Config``, ``Model``, ``ForCausalLM``, ...
-    """
-    kind = "configuration" if what == "Config" else "modeling"
-    return f"{kind}_ladderized.Ladderized{family.class_prefix}{what}"
+def ladderized_name(family: Family, name: str) -> str:
+    """Return module and name of a class of converted models: ``Config``, ``Model``, ``ForCausalLM``, ..."""
+    kind = "configuration" if name == "Config" else "modeling"
+    return f"{kind}_ladderized.Ladderized{family.class_prefix}{name}"
 
 
 def auto_map(family: Family) -> dict[str, str]:
     """Return the names of our classes, by transformers' Auto classes, as config.json has them."""
-    return {auto: ladderized_name(family, what) for auto, what in {"AutoConfig": "Config", **AUTO_MODELS}.items()}
+    return {auto: ladderized_name(family, name) for auto, name in {"AutoConfig": "Config", **AUTO_MODELS}.items()}
 
 
-def ladderized_class(family: Family, what: str) -> Any:
+def ladderized_class(family: Family, kind: str) -> Any:
     """Return a class of converted models (``Config``, ``DecoderLayer``, ...), as every converted checkpoint has it."""
-    module, name = ladderized_name(family, what).split(".")
+    module, name = ladderized_name(family, kind).split(".")
     return getattr(import_module(f"ladderize.convert.remote_code.{module}"), name)
 
 
-def dense_class(family: Family, what: str) -> Any:
+def dense_class(family: Family, kind: str) -> Any:
     """Return transformers' own class of a family: ``RMSNorm``, ``RotaryEmbedding``, ``ForCausalLM``, ..."""
     module = import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
-    return getattr(module, f"{family.class_prefix}{what}")
+    return getattr(module, f"{family.class_prefix}{kind}")
 
 
 def register() -> None:
@@ -65,10 +57,10 @@ def register() -> None:
         config = ladderized_class(family, "Config")
         transformers.AutoConfig.register(family.ladderized_type, config, exist_ok=True)
         config.register_for_auto_class()
-        for auto, what in AUTO_MODELS.items():
-            own = ladderized_class(family, what)
-            getattr(transformers, auto).register(config, own, exist_ok=True)
-            own.register_for_auto_class(auto)
+        for auto, name in AUTO_MODELS.items():
+            model_class = ladderized_class(family, name)
+            getattr(transformers, auto).register(config, model_class, exist_ok=True)
+            model_class.register_for_auto_class(auto)
 
 
 def load(
@@ -88,15 +80,17 @@ def load(
     dtype: "auto" (as stored) or a torch dtype's name.
     device: such as "cuda:1"; None leaves it to ``kwargs`` (``device_map``) or the CPU.
     trust_remote_code: run the code of other models.
-    Raises UserError for a truncated or incomplete checkpoint, for an adapter, and for pickle weights, which are never
-    opened.
     """
     from transformers import AutoModelForCausalLM
 
-    checkpoint = open_sound_checkpoint(model, revision)
+    checkpoint = open_checkpoint(model, revision, sound="any")
     register()
     folder = checkpoint.folder
-    check_transformers_runs(str(model), checkpoint.config, folder)
+    family = find_family(checkpoint.config)
+    quantised = quantisation_of(checkpoint.config, folder) if family is not None else None
+    problem = quantised.problem_in_transformers if quantised is not None else None
+    if problem is not None:
+        raise UserError(f"{model}: {problem}; `ladderize eval --engine vllm` and `vllm serve` run them")
     if is_ladderized(checkpoint.config):
         trust_remote_code = False
     if device is not None:
@@ -128,13 +122,6 @@ def model_config(checkpoint: Checkpoint, trust_remote_code: bool = False) -> "Pr
     return kind.from_dict(dict(checkpoint.config))
 
 
-def check_transformers_runs(model: str, config: Mapping[str, Any], folder: Path) -> None:
-    """Raise UserError where the weights are quantised and transformers does not run them here."""
-    quantised = quantisation_of(config, folder) if find_family(config) is not None else None
-    if quantised is not None and (problem := quantised.problem_in_transformers) is not None:
-        raise UserError(f"{model}: {problem}; `ladderize eval --backend vllm` and `vllm serve` run them")
-
-
 def load_tokenizer(
     model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False, **kwargs: Any
 ) -> "PreTrainedTokenizerBase | None":
@@ -143,7 +130,6 @@ def load_tokenizer(
     model: a folder or a hub id.
     trust_remote_code: run a stranger's tokenizer code.
     kwargs: passed to transformers.
-    Raises UserError for one that cannot be loaded.
     """
     from transformers import AutoTokenizer
 

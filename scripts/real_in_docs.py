@@ -39,7 +39,7 @@ def figures(root: Path, point: SweepPoint, model: ReportModel) -> dict[str, Any]
         "name": point.name,
         "layout": model.layout_words,
         "points": vars(model.difference) if model.difference is not None else None,
-        "tasks": {task: entry.tasks[task][f"{metric},none"] for task, metric in TASKS.items()},
+        "tasks": {task: entry.reported.results[task][f"{metric},none"] for task, metric in TASKS.items()},
         "perplexity": model.perplexity,
         "kl": model.divergence.value if model.divergence is not None else None,
         "speedup": vars(timings[0].whole) if timings else None,

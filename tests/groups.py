@@ -11,7 +11,7 @@ import torch
 
 from ladderize.ranks.device import cores
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.trace import trace
+from ladderize.runtime.bench.trace import traced_events
 from ladderize.runtime.collectives import shm
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
@@ -190,7 +190,7 @@ def traced_swaps(group, folder, times):
             handle.wait()
 
     for number in range(times):
-        trace(run, (), folder / f"{number}-{group.rank}.json", group.device, traced, lambda over, size: 0.0)
+        traced_events(run, folder / f"{number}-{group.rank}.json", group.device, traced)
         for _ in range(50):
             collectives.all_reduce(torch.ones(64))
     collectives.settle()

@@ -8,7 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ladderize.blocks import Blocks, open_checkpoint
+from ladderize.blocks import Blocks
 from ladderize.checkpoint.config import expected_tensors
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.cli import main
 from ladderize.console import Console, printable
 from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
@@ -157,6 +158,15 @@ def blocks_of(folder: Path, dtype: torch.dtype = torch.float32) -> Blocks:
     return Blocks(open_checkpoint(str(folder)), dtype, torch.device("cpu"))
 
 
+def epochs(most: int) -> Any:
+    """A context in which blocks are distilled for so many epochs, an option that Python alone has."""
+    from ladderize.adapt.layers.document import METHODS
+
+    blocks = METHODS["blocks"]
+    changed = replace(blocks, run=lambda job, options: blocks.run(job, replace(options, epochs=most)))
+    return mock.patch.dict(METHODS, {"blocks": changed})
+
+
 def change_json(path: Path, edit: Callable[[Any], object]) -> None:
     """``edit`` gets the document, and changes it in place."""
     document = json.loads(path.read_text())
@@ -263,7 +273,7 @@ def training_command(name: str, place: Path, out: Path) -> list[object]:
         "lora": [*retraining, "--method", "lora", "--lora-rank", 2],
         "align": [*taught, "align"],
         "blocks": [*taught, "blocks", "--samples", 8],
-        "spd": [*spd, "--threads", 1, "--epochs", 1],
+        "spd": [*spd, "--samples", 8],
     }[name]
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.console import to_json
-from ladderize.eval.comparison import (
+from ladderize.eval.results import (
     ComparisonDocument,
+    EvalResults,
+    EvaluatedModel,
+    ModelResult,
     PerplexityComparison,
     PooledComparison,
     Predictions,
     TaskComparison,
-    Verdict,
 )
-from ladderize.eval.options import EvalOptions
-from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.layout import Layout
 from ladderize.runtime.bench.document import MODEL_ROW, BenchDocument, BenchRow, Environment, PhaseCommunication
 from ladderize.runtime.bench.options import BenchOptions
@@ -49,8 +49,8 @@ def model_path(name: str) -> str:
 def comparison(reference: str, other: str, points: float, spread: float, margin: float) -> dict[str, Any]:
     """points: the difference; spread: half the width of its interval, in points."""
     low, high = (points - spread) / 100, (points + spread) / 100
-    verdict: Verdict = "shown" if 100 * low > -margin else "worse" if 100 * high < -margin else "not shown"
-    ends = {"difference": points / 100, "low": low, "high": high, "verdict": verdict, "samples_needed": 4000}
+    verdict = "shown" if 100 * low > -margin else "worse" if 100 * high < -margin else "not shown"
+    ends = {"difference": points / 100, "low": low, "high": high, "verdict": verdict}
     value = DENSE_ACCURACY + points / 100
     common: dict[str, Any] = {"reference_value": DENSE_ACCURACY, "value": value, **ends}
     tasks = [
@@ -84,7 +84,7 @@ def eval_document(
             "lm_eval_version": "0.4.13",
         }
         entries.append(ModelResult(_evaluated(model_path(name), layout), harness))
-    results = EvalResults(EvalOptions(tasks=TASKS, limit=500), entries)
+    results = EvalResults({"tasks": list(TASKS), "limit": 500}, entries)
     first = model_path(names[0])
     compared = [comparison(first, model_path(name), points[name], spread, margin) for name in names[1:]]
     return {**results.to_dict(), "comparisons": compared}

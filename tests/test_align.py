@@ -10,14 +10,13 @@ from torch.nn.functional import linear
 
 from ladderize.adapt.layers import ridge as ridge_module
 from ladderize.adapt.layers.align import RIDGES, LayerReport, align
-from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
+from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob
 from ladderize.adapt.layers.measures import Contender, heldout_measures
 from ladderize.adapt.layers.options import AlignOptions, layers_to_rewrite
 from ladderize.adapt.layers.ridge import RankRows, affine, refit
 from ladderize.adapt.layers.windows import Windows
-from ladderize.blocks import open_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import SILENT
 from ladderize.convert.assignment import RankAssignment
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
@@ -71,17 +70,17 @@ def solve(models, place, ids, *, ridge=1e-2, layers=None, dtype=torch.float32, d
     """Align, without the command around it."""
     teacher, own = (blocks_of(folder, dtype) for folder in models)
     stored = blocks_of(models[1], all_tensors(models[1])["model.norm.weight"].dtype)
-    student = StudentBlocks(own.layout, layers_to_align(own.layout, layers), stored.weights)
+    layers = layers_to_align(own.layout, layers)
     place.mkdir()
     files, windows = LayerFiles(place), Windows(ids[:TRAINED], ids[TRAINED:])
     dense_weights = dense_weights or blocks_of(models[0], stored.dtype).weights
-    job = LayerJob(teacher, own, student, dense_weights, windows, files, ALONE, SILENT)
+    job = LayerJob(teacher, own, own.layout, layers, stored.weights, dense_weights, windows, ALONE, files)
     with patch("ladderize.adapt.layers.align.RANDOM_SHARE", random_share):
-        align(job, ridges=RIDGES if ridge is None else (ridge,))
+        align(job, AlignOptions("a.npy"), RIDGES if ridge is None else (ridge,))
     weights = all_tensors(models[1])
-    for layer in student.layers:
+    for layer in layers:
         weights |= {f"model.layers.{layer}.{name}": tensor for name, tensor in files.weights(layer).items()}
-    return Solved(weights, [files.report(LayerReport, layer) for layer in student.layers])
+    return Solved(weights, [files.report(LayerReport, layer) for layer in layers])
 
 
 def oracle_of(models, *, ridge=1e-2):

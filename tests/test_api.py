@@ -31,9 +31,12 @@ def test_every_public_name_is_there_and_known_to_type_checkers():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ladderize.GenerateOptions(dtype="int8"), "--dtype int8 is not one of auto, float32"),
-        (lambda: ladderize.EvalOptions(perplexity="a.txt", limit=3).check(), "--limit has no effect without --tasks"),
-        (lambda: ladderize.generate("m", []), "there is nothing to continue"),
+        (lambda: ladderize.GenerateOptions(model="m", prompt=("a",), dtype="int8"), "dtype int8 is not one of"),
+        (
+            lambda: ladderize.EvalOptions(models=("m",), perplexity="a.txt", limit=3),
+            "--limit has no effect without --tasks",
+        ),
+        (lambda: ladderize.GenerateOptions(model="m"), "give one of --prompt"),
     ],
 )
 def test_options_that_cannot_be_meant(make, message):
@@ -47,9 +50,9 @@ def test_a_gpu_that_is_not_there(made_llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("text")
     for call in (
-        lambda: ladderize.generate(made_llama, ["a"], ladderize.GenerateOptions(device="cuda")),
-        lambda: ladderize.evaluate([made_llama], ladderize.EvalOptions(perplexity="a.txt", device="cuda:1")),
-        lambda: ladderize.bench(ladderize.ModelChoice((str(made_llama),)), ladderize.BenchOptions(device="cuda")),
+        lambda: ladderize.generate(ladderize.GenerateOptions(model=str(made_llama), prompt=("a",), device="cuda")),
+        lambda: ladderize.evaluate(ladderize.EvalOptions((made_llama,), perplexity="a.txt", device="cuda:1")),
+        lambda: ladderize.bench(ladderize.BenchOptions((str(made_llama),), device="cuda")),
     ):
         with pytest.raises(ladderize.UserError, match=r"--device cuda(:1)?, but torch sees no GPUs here"):
             call()

@@ -30,7 +30,6 @@ STOPPER = """
 import os, sys, tempfile, time
 from pathlib import Path
 from types import SimpleNamespace
-from ladderize.checkpoint import writing
 from ladderize.convert import pipeline, verify
 from ladderize.files import output
 from ladderize.convert.recipe import Recipe
@@ -49,7 +48,7 @@ elif moment == "verifying":
     verify.subprocess = SimpleNamespace(run=stop)
 else:
     module, name = moment.split(".")
-    setattr({"output": output, "writing": writing}[module], name, stop)
+    setattr({"output": output, "pipeline": pipeline}[module], name, stop)
 pipeline.convert_checkpoint(source, out, Recipe(ladder="2:"), overwrite=True, verify=moment == "verifying", copy=True)
 """
 
@@ -66,7 +65,7 @@ def kill_at(moment: str, source: Path, out: Path, tmp_path: Path) -> None:
     flag.unlink()
 
 
-@pytest.mark.parametrize("moment", ["writing.write_weights", "output._take_place"])
+@pytest.mark.parametrize("moment", ["pipeline.write_weights", "output._take_place"])
 def test_killed_before_there_was_anything(llama, tmp_path, moment):
     before = fingerprint(llama)
     kill_at(moment, llama, tmp_path / "out", tmp_path)

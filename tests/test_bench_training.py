@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from ladderize.checkpoint.config import expected_tensors
-from ladderize.runtime.bench import run as bench_run
-from ladderize.runtime.bench import training
+from ladderize.runtime.bench import rounds, training
 from ladderize.runtime.bench.document import BenchDocument, Overlap
-from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.plan import needed_bytes, plan_bench
 from ladderize.runtime.collectives.base import Handle
 from ladderize.runtime.collectives.observed import Observed
@@ -146,8 +145,7 @@ def test_a_message_that_is_left_out(shape, monkeypatch, model, kind, number):
 
 def test_no_overlap_in_the_trace_is_an_error(shape, tmp_path, monkeypatch):
     """Of a forward pass only where the layout or the schedule promises some; backward always."""
-    flat = {name: Overlap(9.0, 0.0) for name in ("forward", "backward")}
-    monkeypatch.setattr(bench_run, "trace", lambda *arguments: flat)
+    monkeypatch.setattr(rounds, "overlap_of", lambda flights: Overlap(9.0, 0.0))
     more = ["--layout", "dense,ladder", "--profile", tmp_path / "t"]
     outcome = invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, *more)
     assert outcome.code == 1
@@ -161,9 +159,9 @@ def test_no_overlap_in_the_trace_is_an_error(shape, tmp_path, monkeypatch):
 
 
 def test_memory_is_weights_and_gradients(shape):
-    choice = ModelChoice(random_weights=str(shape), layout="dense,ladder,spd", sync_tp_size=4, dtype="float32")
-    options = BenchOptions(train=True, emulate_tp=2, prompt_len=6)
-    needed = needed_bytes(plan_bench(choice, options, "1,1").specs, options, ALONE.device)
+    models = {"random_weights": str(shape), "layout": "dense,ladder,spd", "sync_tp_size": 4, "dtype": "float32"}
+    options = BenchOptions(**models, train=True, emulate_tp=2, link="1,1", prompt_len=6)
+    needed = needed_bytes(plan_bench(options).specs, options, ALONE.device)
     # dense and ladder share theirs; spd's virtual ranks are pieces of their own; and gradients of one of them
     whole = 4 * sum(torch.Size(size).numel() for size in expected_tensors(SHAPE).values())
     assert 1.5 * whole < needed < 1.8 * whole

@@ -25,7 +25,7 @@ def some_device(kind: str) -> DeviceSpec:
         name="planted", memory_bandwidth_gb_s=random.uniform(1000, 4000) if fast else random.uniform(5, 30),
         matmul_tflop_s={"bfloat16": random.uniform(200, 900) if fast else random.uniform(0.1, 0.5)}, memory_gib=None,
         bandwidth_share=1.0, matmul_share=1.0, kernel_us=random.uniform(1, 4) if fast else random.uniform(5, 15),
-        thin_us=random.uniform(1, 6) if fast else 0.0, relative_error=0.05, engine="runtime", calibrated=True,
+        thin_us=random.uniform(1, 6) if fast else 0.0, relative_error=0.05, speeds="runtime", calibrated=True,
         source="", serial_share=0.0 if fast else random.uniform(0.2, 0.7),
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def test_arguments_memory_and_the_file_are_checked_before_anything_is_timed(monk
     assert "--backend gloo has no effect with one rank" in alone
     assert "--hardware h900 is neither" in refusal("calibrate", "--hardware", "h900", *out)
     with pytest.raises(UserError, match="does not exist"):
-        ladderize.calibrate(CalibrateOptions(device="cpu"), out=tmp_path / "none" / "out.json")
+        ladderize.calibrate(CalibrateOptions(device="cpu", out=tmp_path / "none" / "out.json"))
     monkeypatch.setattr("ladderize.memory.available_bytes", lambda device: 1000)
     with pytest.raises(UserError, match=r"calibrate needs .* of memory, and 1 kB are free"):
-        ladderize.calibrate(CalibrateOptions(device="cpu"))
+        ladderize.calibrate(CalibrateOptions(device="cpu", out=tmp_path / "out.json"))

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ladderize.errors import UserError
-from ladderize.eval.task_names import check_task_names
+from ladderize.eval.options import EvalOptions, check_task_names
 from tests.helpers import ROOT, invoke_well
 
 HEAVY = {"torch", "transformers", "lm_eval", "peft", "datasets", "accelerate"}
@@ -121,7 +121,7 @@ def test_only_what_is_certainly_no_task_is_refused(tmp_path, content, name):
     """lm-eval itself decides on the others."""
     (tmp_path / "a.yaml").write_text(content)
     (tmp_path / "template").write_text("task: mine\n")
-    check_task_names([name, "arc_easy"], str(tmp_path))
+    check_task_names(EvalOptions(("m",), (name, "arc_easy"), include_path=str(tmp_path)))
     (tmp_path / "a.yaml").write_text("task: other\n")
     with pytest.raises(UserError, match=r"no task has the name 'arc_eas' or matches it \(did you mean 'arc_easy'"):
-        check_task_names(["arc_eas"], str(tmp_path))
+        check_task_names(EvalOptions(("m",), ("arc_eas",), include_path=str(tmp_path)))

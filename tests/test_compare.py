@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from statsmodels.stats.contingency_tables import mcnemar
 
 import ladderize
 from ladderize import UserError
-from ladderize.eval.comparison import Predictions
+from ladderize.eval.results import Predictions
 from tests.evaluations import Written
 from tests.helpers import ROOT, change_json, invoke, invoke_well, one_sentence
 
@@ -51,14 +52,14 @@ def compare_files(*written: Written) -> ladderize.ComparisonDocument:
 
 def test_differences_flips_and_pools_are_those_of_the_answers(pair):
     document = compare_files(*pair)
-    for one in document.tasks:
-        own, theirs = ({sample["doc_id"]: sample["acc"] for sample in each.samples[one.task]} for each in pair)
-        lost = [doc for doc in own if own[doc] > theirs[doc]]
-        gained = [doc for doc in own if own[doc] < theirs[doc]]
-        assert (sorted(lost), sorted(gained)) == (one.right_to_wrong, one.wrong_to_right)
-        assert one.difference == pytest.approx((len(gained) - len(lost)) / len(own))
-        assert one.main
-        assert one.samples == len(own)
+    for task in document.tasks:
+        ours, theirs = ({sample["doc_id"]: sample["acc"] for sample in each.samples[task.task]} for each in pair)
+        lost = sorted(doc for doc in ours if ours[doc] > theirs[doc])
+        gained = sorted(doc for doc in ours if ours[doc] < theirs[doc])
+        assert (lost, gained, len(ours), True) == (task.right_to_wrong, task.wrong_to_right, task.samples, task.main)
+        assert task.difference == pytest.approx((len(gained) - len(lost)) / len(ours))
+        p = mcnemar([[0, len(lost)], [len(gained), 0]], exact=True).pvalue
+        assert task.mcnemar_p == pytest.approx(p)
     overall = document.overall
     assert overall.difference == pytest.approx(np.mean([one.difference for one in document.tasks]))
     assert (overall.tasks, overall.samples) == (["alpha", "beta"], 420)
@@ -151,6 +152,21 @@ def test_what_else_differed_is_remarked(pair):
     ]
 
 
+def test_what_was_not_measured_alike_is_left_out_by_name(pair):
+    tokens = np.full(20, 100)
+    dense, other = (written.perplexity(tokens * 2.0, tokens) for written in pair)
+    other.model["perplexity"]["ids_sha256"] = "zz"
+    other.task("gamma", {"acc": coins(5, 0.5)})
+    document = compare_files(dense, other)
+    assert [compared.task for compared in document.tasks] == ["alpha", "beta"]
+    assert document.perplexity is None
+    assert [sentence[:10] for sentence in document.left_out] == ["gamma: onl", "perplexity"]
+    for task in ("alpha", "beta"):
+        del other.samples[task], other.harness["results"][task]
+    with pytest.raises(UserError, match="nothing was measured alike of both"):
+        compare_files(dense, other)
+
+
 # ---- what is refused ----
 
 
@@ -162,24 +178,11 @@ REFUSALS: dict[str, tuple[Any, str]] = {
         lambda o: o.harness["configs"]["beta"].update(generation_kwargs={"max_gen_toks": 9}),
         "not the same generation_kwargs of beta: None in",
     ),
+    "twice": (lambda o: o.samples["alpha"].append(o.samples["alpha"][3]), "there are two answers to doc_id"),
+    "sample": (lambda o: o.samples["alpha"][3].pop("doc_hash"), "line .* is no sample of lm-eval"),
+    "none": (lambda o: o.samples.update(beta=[]), "holds no samples"),
+    "kept": (lambda o: o.samples.pop("beta"), "keeps no samples of beta"),
 }
-
-
-def test_what_was_not_measured_alike_is_left_out_by_name(pair):
-    tokens = np.full(20, 100)
-    dense, other = (written.perplexity(tokens * 2.0, tokens) for written in pair)
-    other.model["perplexity"]["ids_sha256"] = "zz"
-    other.task("gamma", {"acc": coins(5, 0.5)})
-    document = compare_files(dense, other)
-    assert [one.task for one in document.tasks] == ["alpha", "beta"]
-    assert document.perplexity is None
-    gamma, windows = document.left_out
-    assert gamma == "gamma: only one of the models has it"
-    assert windows.startswith("perplexity: the windows differ")
-    for task in ("alpha", "beta"):
-        del other.samples[task], other.harness["results"][task]
-    with pytest.raises(UserError, match="nothing was measured alike of both"):
-        compare_files(dense, other)
 
 
 @pytest.mark.parametrize("what", REFUSALS)
@@ -187,7 +190,7 @@ def test_models_that_were_not_asked_the_same_are_refused(pair, what):
     change, message = REFUSALS[what]
     dense, other = pair
     change(other)
-    with pytest.raises(UserError, match=f"(?=.*other.json).*{message}"):
+    with pytest.raises(UserError, match=f"(?=.*other).*{message}"):
         compare_files(dense, other)
 
 
@@ -221,20 +224,10 @@ def test_broken_files_are_one_sentence(pair, what):
 # ---- the command ----
 
 
-def test_the_command_prints_a_table_and_writes_the_document(pair, tmp_path):
-    dense, other = (written.write() for written in pair)
-    shown = invoke_well("compare", dense, other, "--out", tmp_path / "out.json")
-    assert "other against dense (95% intervals)" in shown.stdout
-    assert "\u22641 worse" in shown.stdout  # not "1 worse": what is shown is that it is no more
-    printed = json.loads(invoke("compare", dense, other, "--json").stdout)
-    assert json.loads((tmp_path / "out.json").read_text()) == printed
-    assert len(printed["comparisons"]) == 1
-
-
 @pytest.mark.parametrize(
     ("right", "lost", "words"),
     [
-        (25, 0, "At most 1 point worse over the task: too few samples"),
+        (25, 0, "At most 1 point worse over the task: not shown"),
         (200, 0, "At most 1 point worse over the task: shown"),
         (200, 100, "More than 1 point worse over the task: shown"),
     ],
@@ -243,4 +236,10 @@ def test_the_words_claim_what_the_interval_shows(tmp_path, right, lost, words):
     """Equal models with few and many samples, and a bad one; of twice ``right`` answers."""
     answers = [[0.0] * missed + [1.0] * (right - missed) + [0.0] * right for missed in (0, lost)]
     files = [Written(tmp_path, f"m{n}").task("t", {"acc": given}).write() for n, given in enumerate(answers)]
-    assert words in invoke_well("compare", *files).stdout
+    shown = invoke_well("compare", *files, "--out", tmp_path / "out.json").stdout
+    assert words in shown
+    assert "m1 against m0 (95% intervals)" in shown
+    assert "\u22641 worse" in shown  # not "1 worse": what is shown is that it is no more
+    printed = json.loads(invoke("compare", *files, "--json").stdout)
+    assert json.loads((tmp_path / "out.json").read_text()) == printed
+    assert len(printed["comparisons"]) == 1

@@ -5,13 +5,13 @@ import io
 import random
 import re
 import signal
-import time
 
 import pytest
 
 from ladderize import console
 from ladderize.boundary import error_boundary
 from ladderize.console import Console
+from tests.warm import wait_until
 
 
 def test_a_table_on_a_terminal_fits_and_keeps_every_word(monkeypatch):
@@ -28,16 +28,24 @@ def test_a_table_on_a_terminal_fits_and_keeps_every_word(monkeypatch):
 
 
 def test_progress_is_a_line_every_minute_where_there_is_no_terminal(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    monkeypatch.setattr(console, "LOG_INTERVAL_S", 0.01)
     with contextlib.redirect_stderr(io.StringIO()) as stderr, Console().progress("steps", 100, done=60) as advance:
-        for _ in range(4):
-            now += 20
-            time.sleep(0.11)  # tqdm writes ten times a second at most
+        for _ in range(3):
             with Console().contained():
                 advance(1, "loss 3.5")
-    (line,) = stderr.getvalue().splitlines()
-    assert re.search(r"^steps: +63%.*63/100 .*, loss 3\.5\]$", line)
+        wait_until(lambda: "63%" in stderr.getvalue())
+    assert re.search(r"steps:  63% \(63 of 100\), 1 s, 1 s left, loss 3\.5\n", stderr.getvalue())
+
+
+def test_progress_within_progress_on_a_terminal(monkeypatch):
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    with contextlib.redirect_stderr(stream):
+        with Console().progress("training", 2) as advance, Console().progress("validating", 10) as validated:
+            advance(1, "loss 3.5")
+            validated(4)
+    assert "50% (1 of 2)" in stream.getvalue()
+    assert "40% (4 of 10)" in stream.getvalue()
 
 
 def test_sigterm_ends_a_command_as_ctrl_c_does():

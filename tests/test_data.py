@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from ladderize.data import check_data_file, default_seq_len, read_documents, windows
+from ladderize.data.windows import cut_windows, default_seq_len, read_documents
 from ladderize.errors import UserError
 
 
@@ -27,9 +27,9 @@ def test_every_jsonl_line_is_a_document_and_they_are_joined(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n\n{"text": "c"}\n')
     documents = read_documents(str(tmp_path / "a.jsonl"), Letters())
     assert lists(documents) == [[1, 97, 98], [1, 99]]
-    assert lists(windows(documents, 2)) == [[1, 97], [98, 1]]  # the lone 99 cannot be scored
-    assert lists(windows(documents, 3)) == [[1, 97, 98], [1, 99]]  # the partial window is kept
-    assert lists(windows(documents, 100)) == [[1, 97, 98, 1, 99]]
+    assert lists(cut_windows(documents, 2)) == [[1, 97], [98, 1]]  # the lone 99 cannot be scored
+    assert lists(cut_windows(documents, 3)) == [[1, 97, 98], [1, 99]]  # the partial window is kept
+    assert lists(cut_windows(documents, 100)) == [[1, 97, 98, 1, 99]]
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int64, np.int32])
@@ -41,14 +41,14 @@ def test_ids_are_taken_as_they_are(tmp_path, dtype):
     for name in ("a.npy", "one.npz", "one.npz:only"):
         documents = read_documents(str(tmp_path / name), None)
         assert lists(documents) == rows.tolist()
-        assert default_seq_len(documents, name, 100) == 4
-        assert default_seq_len(documents, name, 3) == 3
+        assert [default_seq_len([str(tmp_path / name)], most) for most in (100, 3)] == [4, 3]
     assert lists(read_documents(str(tmp_path / "two.npz:heldout"), None)) == rows[1:].tolist()
     np.save(tmp_path / "flat.npy", np.arange(5))
+    np.save(tmp_path / "column.npy", np.arange(5)[:, None])
     flat = read_documents(str(tmp_path / "flat.npy"), None)
-    assert default_seq_len(flat, "flat.npy", 4096) == 2048
-    assert default_seq_len([np.array([number]) for number in range(5)], "column.npy", 4096) == 2048
-    assert lists(windows(flat, 3)) == [[0, 1, 2], [3, 4]]
+    for name in ("flat.npy", "column.npy"):
+        assert default_seq_len([str(tmp_path / name)], 4096) == 2048
+    assert lists(cut_windows(flat, 3)) == [[0, 1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_ids_are_taken_as_they_are(tmp_path, dtype):
     [
         ("a.txt", b"", "no tokens at all"),
         ("a.txt", b"\xff\xfe", "not UTF-8"),
-        ("a.jsonl", b"{}\n", 'line 1: not a JSON object with "input_ids" or a "text"'),
+        ("a.jsonl", b"{}\n", "line 1: has nothing; a row needs input_ids or text"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\\ud83d"}', "line 2: holds half of a surrogate pair"),
         ("a.npy", b"junk", "not a NumPy array"),
     ],
@@ -82,9 +82,9 @@ def test_unusable_arrays(tmp_path):
     np.savez(tmp_path / "two.npz", a=np.arange(3), b=np.arange(3))
     for name, message in (("two.npz:c", "holds the arrays a, b"), ("none.txt", "does not exist")):
         with pytest.raises(UserError, match=message):
-            check_data_file(str(tmp_path / name))
+            read_documents(str(tmp_path / name), None)
     with pytest.raises(UserError, match="no window of two tokens"):
-        windows([np.array([1])], 8)
+        cut_windows([np.array([1])], 8)
 
 
 def test_ids_of_a_line_are_preferred_to_its_text(tmp_path):

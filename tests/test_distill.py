@@ -1,23 +1,24 @@
 """Block-to-block distillation: what the loss is, that it helps, and what stops it."""
 
 import json
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from ladderize.adapt.layers.distill import BlockTrainer, teacher_pass
-from ladderize.adapt.layers.layer_files import StudentBlocks
+from ladderize.adapt.layers.layer_files import LayerJob
 from ladderize.adapt.layers.options import BlockwiseOptions
-from ladderize.commands import adapt as adapt_command
+from ladderize.adapt.layers.windows import Windows
 from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
 from ladderize.layout import Layout
+from tests.groups import ALONE
 from tests.helpers import (
     LAYOUTS,
     SHAPE,
     blocks_of,
     changed_tensors,
+    epochs,
     invoke,
     invoke_json,
     listing,
@@ -48,7 +49,8 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name):
     layout = make_layout(name)
     layers = layout.converted_layers
     dense = streams(blocks, Layout.dense(LAYERS), ids)
-    student = StudentBlocks(layout, tuple(layers), blocks.weights)
+    windows = Windows(ids[:3], ids[3:])
+    job = LayerJob(blocks, blocks, layout, tuple(layers), blocks.weights, blocks.weights, windows, ALONE)
     passed = []
     for index, before, after in teacher_pass(blocks, ids, layers, layout, blocks.device):
         passed.append(index)
@@ -58,7 +60,7 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name):
         ranks = None if kinds == ["ladder"] else layout.sync_tp_size
         alone = Layout.from_layers(LAYERS, **{kind: [index] for kind in kinds}, sync_tp_size=ranks)
         expected = (streams(blocks, alone, ids)[index + 1] - dense[index + 1]).square().mean()
-        trainer = BlockTrainer(blocks, student, index, before, after, 3, BlockwiseOptions("a.npy", lr=1.0))
+        trainer = BlockTrainer(job, index, before, after, BlockwiseOptions("a.npy", lr=1.0))
         with torch.no_grad():
             assert float(trainer.loss(torch.arange(5))) == pytest.approx(float(expected), rel=1e-4)
             added = (dense[index + 1] - dense[index])[3:].square().mean()
@@ -83,10 +85,8 @@ def command(pair, out, *options):
     return ["adapt", model, out, *what, *sizes, *write, *options]
 
 
-def adapt(pair, out, *options, epochs=3):
-    """epochs: an option that Python alone has."""
-    made = adapt_command.adapt_options
-    with patch.object(adapt_command, "adapt_options", lambda given: replace(made(given), epochs=epochs)):
+def adapt(pair, out, *options, most=3):
+    with epochs(most):
         return invoke(*command(pair, out, *options))
 
 
@@ -110,7 +110,7 @@ def test_every_block_gets_better(pair, tmp_path):
 
 
 def test_training_that_does_not_help_changes_nothing(pair, tmp_path):
-    outcome = adapt(pair, tmp_path / "out", "--lr", 30, "--json", epochs=9)  # absurd, but finite
+    outcome = adapt(pair, tmp_path / "out", "--lr", 30, "--json", most=9)  # absurd, but finite
     assert outcome.code == 0, outcome.stderr
     for block in json.loads(outcome.stdout)["layers"]:
         assert block["loss_after"] <= block["loss_before"]

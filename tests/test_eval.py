@@ -14,14 +14,13 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from ladderize import compare, convert_checkpoint, load
+from ladderize import EvalOptions, compare, convert_checkpoint, evaluate, load
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL, TASKS, write_documents
 from ladderize.errors import UserError
-from ladderize.eval import run, tasks
+from ladderize.eval import tasks
 from ladderize.eval.model import HFModel
-from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, perplexity_from_nlls
 from ladderize.eval.table import result_rows
 from ladderize.eval.text import score_windows
@@ -204,21 +203,25 @@ def test_the_same_as_lm_eval_by_itself(pair, tmp_path):
 def test_a_continuation_is_scored_at_its_place_beside_any_other():
     """Also where its context is another request's context and the beginning of its continuation, of which lm-eval's
     logits_cache makes one: it reads the shorter one at the place of the longer."""
-    options = EvalOptions(tasks=("demo_copying",), dtype="float32")
-    lm = HFModel("demo", MODEL, options, Ranks(0, 1, torch.device("cpu"))).harness(options)
+    options = asked([MODEL], "demo_copying", TASKS, dtype="float32")
+    lm = HFModel("demo", MODEL, options, Ranks(0, 1, torch.device("cpu"))).harness()
     pairs = [("the cat sees", " a"), ("the cat", " sees a"), ("the", " cat sees the"), ("the cat sees", " the")]
-    asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
-    together = lm.loglikelihood(asked, disable_tqdm=True)
-    alone = [lm.loglikelihood([one], disable_tqdm=True)[0] for one in asked]
+    requests = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+    together = lm.loglikelihood(requests, disable_tqdm=True)
+    alone = [lm.loglikelihood([request], disable_tqdm=True)[0] for request in requests]
     np.testing.assert_allclose([score for score, _ in together], [score for score, _ in alone], atol=1e-4)
+
+
+def asked(models, tasks, folder, **more):
+    """Options for tasks of a folder; only four questions each."""
+    return EvalOptions(tuple(map(str, models)), tuple(tasks.split()), include_path=str(folder), **{"limit": 4, **more})
 
 
 def test_a_run_goes_on_after_the_tasks_that_it_has(pair, tmp_path, monkeypatch):
     out, ran, original = tmp_path / "r.json", [], tasks.run_task
     text = tmp_path / "text.txt"
     text.write_text("\n".join(documents(4, test=True, seed=3)))
-    shared = {"include_path": str(TASKS), "limit": 8, "perplexity": str(text)}
-    options = EvalOptions(tasks=("demo_agreement", "demo_copying"), **shared)
+    options = asked(pair[:1], "demo_agreement demo_copying", TASKS, perplexity=str(text), out=out)
 
     def noted(lm, task, manager, options):
         ran.append(task)
@@ -229,52 +232,55 @@ def test_a_run_goes_on_after_the_tasks_that_it_has(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "run_task", noted)
     fails = ["demo_copying"]
     with pytest.raises(RuntimeError):
-        run.evaluate([pair[0]], options, out=out)
+        evaluate(options)
     (saved,) = json.loads(out.read_text())["models"]
     assert list(saved["results"]) == ["demo_agreement"]
-    samples = saved["samples"]
-    kept = {path: (tmp_path / path).stat().st_mtime_ns for path in samples.values()}
+    kept = {path: (tmp_path / path).stat().st_mtime_ns for path in saved["samples"].values()}
     fails, ran = [], []
-    resumed = run.evaluate([pair[0]], options, out=out, resume=True)
+    (resumed,) = evaluate(replace(options, resume=True)).models
     assert ran == ["demo_copying"]
     assert {path: (tmp_path / path).stat().st_mtime_ns for path in kept} == kept
-    whole = run.evaluate([pair[0]], options, out=tmp_path / "whole.json")
-    assert resumed.models[0].tasks == whole.models[0].tasks
-    assert set(resumed.models[0].samples) == set(whole.models[0].samples)
+    (whole,) = evaluate(replace(options, out=tmp_path / "whole.json")).models
+    assert resumed.reported.results == whole.reported.results
+    assert set(resumed.samples) == set(whole.samples)
 
     # with other options or models it is not lost, and without its samples it is of no use
-    with pytest.raises(UserError, match="r.json is of an eval with another --limit; name another --out"):
-        run.evaluate([pair[0]], replace(options, limit=4), out=out, resume=True)
-    with pytest.raises(UserError, match="r.json also has .*; name all its models"):
-        run.evaluate([pair[1]], options, out=out, resume=True)
-    (tmp_path / next(iter(samples.values()))).unlink()
+    for changes, message in [
+        ({"limit": 3}, "r.json is of an eval with another --limit; name another --out"),
+        ({"models": (str(pair[1]),)}, "r.json also has .*; name all its models"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            evaluate(replace(options, resume=True, **changes))
+    (tmp_path / next(iter(kept))).unlink()
     ran = []
-    run.evaluate([pair[0]], options, out=out, resume=True)
+    evaluate(replace(options, resume=True))
     assert ran == ["demo_agreement", "demo_copying"]
+
+
+def with_tag(folder, task, tag):
+    """The demo's tasks, one of them with a tag."""
+    copied = shutil.copytree(TASKS, folder)
+    with (copied / f"{task}.yaml").open("a") as file:
+        file.write(f"tag: {tag}\n")  # and of tasks that include it
+    return copied
 
 
 def test_a_finished_tag_is_not_run_again(pair, tmp_path, monkeypatch):
     """lm-eval's results name its tasks alone."""
-    own, out = shutil.copytree(TASKS, tmp_path / "tasks"), tmp_path / "r.json"
-    with (own / "copying.yaml").open("a") as file:
-        file.write("tag: some\n")  # and of tasks that include it
-    options = EvalOptions(tasks=("some",), include_path=str(own), limit=4)
-    assert {"demo_copying", "demo_last_word"} < {*run.evaluate([pair[0]], options, out=out).models[0].tasks}
+    options = asked(pair[:1], "some", with_tag(tmp_path / "tasks", "copying", "some"), out=tmp_path / "r.json")
+    assert {"demo_copying", "demo_last_word"} < {*evaluate(options).models[0].reported.results}
     monkeypatch.setattr(tasks, "run_task", lambda *given: pytest.fail("run again"))
-    run.evaluate([pair[0]], options, out=out, resume=True)
+    evaluate(replace(options, resume=True))
 
 
 def test_patterns_name_tasks_as_in_lm_eval(tmp_path):
     """Also lm-eval's own. A task that two patterns match, or a tag and a pattern, is asked once."""
-    own = shutil.copytree(TASKS, tmp_path / "tasks")
-    with (own / "repeating.yaml").open("a") as file:
-        file.write("tag: demo_tag\n")
+    folder = with_tag(tmp_path / "tasks", "repeating", "demo_tag")
     for names, expected in [
-        (("thei*", "demo_?????_word", "*y_agreement"), {"theirs", "demo_first_word", "demo_many_agreement"}),
-        (("demo_re*", "demo_tag"), {"demo_repeating"}),
+        ("thei* demo_?????_word *y_agreement", {"theirs", "demo_first_word", "demo_many_agreement"}),
+        ("demo_re* demo_tag", {"demo_repeating"}),
     ]:
-        asked = tasks.open_tasks(EvalOptions(tasks=names, include_path=str(own)))
-        assert {*asked.loaded} == expected
+        assert {*tasks.open_tasks(asked([MODEL], names, folder)).loaded} == expected
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -313,36 +319,36 @@ def test_a_model_that_answers_nan_has_no_score(tmp_path):
 
 def test_going_on_in_another_order_replaces_no_samples(pair, tmp_path):
     """Of models whose folders have one name."""
-    options = EvalOptions(tasks=("demo_agreement",), include_path=str(TASKS), limit=4, batch_size=4)
-    for name, model in (("a", pair[0]), ("b", pair[1])):
+    for name, model in zip("ab", pair, strict=True):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model").symlink_to(model)
     names, out = [tmp_path / name / "model" for name in "ab"], tmp_path / "r.json"
-    (first,) = run.evaluate(names[:1], options, out=out).models
+    (first,) = evaluate(asked(names[:1], "demo_agreement", TASKS, out=out)).models
     (kept,) = ((tmp_path / path).read_bytes() for path in first.samples.values())
-    resumed = run.evaluate(names[::-1], options, out=out, resume=True).models
+    resumed = evaluate(asked(names[::-1], "demo_agreement", TASKS, out=out, resume=True)).models
     assert resumed[1].samples == first.samples
     assert [(tmp_path / path).read_bytes() for path in first.samples.values()] == [kept]
     assert resumed[0].samples != first.samples
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "message"),
-    [
-        ([], 2, "nothing to evaluate"),
-        ([MODEL, "--perplexity", "x.txt"], 2, "a model is named twice"),
-        (
-            ["--tasks", "qqqq*", "--include-path", TASKS],
-            1,
-            "no task has the name 'qqqq*' or matches it",
-        ),
-        ([*demo("copying"), "--apply-chat-template"], 1, "has no chat template"),
-        (["--tasks", "a", "--tp-size", "2"], 2, "--tp-size 2 needs --backend vllm"),
-        (["--tasks", "a", "--reference", "x"], 2, "--reference has no effect without --perplexity"),
-    ],
-)
-def test_bad_options(options, code, message):
-    assert message in refusal("eval", MODEL, *options, code=code)
+REFUSED = {
+    "": (2, "nothing to evaluate"),
+    f"{MODEL} --perplexity x.txt": (2, "a model is named twice"),
+    f"--tasks qqqq* --include-path {TASKS}": (1, "no task has the name 'qqqq*' or matches it"),
+    f"--tasks demo_copying --include-path {TASKS} --apply-chat-template": (1, "has no chat template"),
+    "--tasks a --tp-size 2": (2, "--tp-size needs --engine vllm"),
+    "--tasks a --max-length 9": (2, "--max-length needs --engine vllm"),
+    "--tasks a --reference x": (2, "--reference has no effect without --perplexity"),
+    "--perplexity x.txt --reference x --keep-predictions y": (2, "exclude each other"),
+    "--perplexity x.txt --reference x --engine vllm": (2, "vLLM does not tell the probabilities"),
+    "--perplexity x.txt --device cpu --engine vllm": (2, "--device cpu has no effect on vLLM"),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_bad_options(words):
+    code, message = REFUSED[words]
+    assert message in refusal("eval", MODEL, *words.split(), code=code)
 
 
 def test_found_before_any_work(tmp_path, monkeypatch):

@@ -15,11 +15,11 @@ from pyarrow import parquet
 from ladderize import load
 from ladderize.demo.corpus import items
 from ladderize.demo.inputs import MODEL
-from ladderize.files.temporaries import try_lock
 from ladderize.modeling import load_tokenizer
+from ladderize.runtime import generate_file
 from ladderize.runtime.decode import sample
 from ladderize.runtime.generate import answer_text
-from ladderize.runtime.generate_file import GenerateFileDocument, LineWriter
+from ladderize.runtime.generate_file import LINES, GenerateFileDocument, append_rows
 from ladderize.runtime.sampling import Sampling
 from tests import warm
 from tests.adapt_data.rows import PLAIN, R1, TOOLS, TURNS, one, write_jsonl
@@ -49,7 +49,7 @@ def tokenizer(model):
 
 def words_of(model, out, batch, options):
     more = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
-    sizes = ["--batch-size", batch, "--max-new-tokens", LENGTH, "--dtype", "float32"]
+    sizes = ["--concurrency", batch, "--max-new-tokens", LENGTH, "--dtype", "float32"]
     return ["generate", model, "--out", out, *sizes, *more]
 
 
@@ -154,7 +154,7 @@ def prompts(greedy, tmp_path):
 def test_greedy_answers_are_those_of_transformers(model, greedy, texts, prompts, tmp_path, tp_size, batch):
     """Prompts of all lengths side by side, in one batch and in several, in the file's order."""
     out = tmp_path / "out.jsonl"
-    how = {"batch": batch, "temperature": 0, "tp_size": tp_size, "threads": 1}
+    how = {"batch": batch, "temperature": 0, "tp_size": tp_size}
     document, rows = invoke_json(*command(model, prompts, out, **how)), rows_of(out)
     assert [(answer_of(row), row["finish_reason"]) for row in rows] == texts
     for row, question in zip(rows, greedy[0], strict=True):
@@ -179,7 +179,7 @@ def test_a_draw_depends_on_seed_number_and_step_only(model, whole, tokenizer, tm
     rows, made = questions(whole, tokenizer, 10, new_ids)
     prompts = write_jsonl(tmp_path / "prompts.jsonl", rows)
     expected = [expected_text(tokenizer, prompt_ids(tokenizer, row), new) for row, new in zip(rows, made, strict=True)]
-    for number, more in enumerate([{"batch": 1}, {"batch": 7, "tp_size": 2, "threads": 1}]):
+    for number, more in enumerate([{"batch": 1}, {"batch": 7, "tp_size": 2}]):
         got = answer(model, prompts, tmp_path / f"{number}.jsonl", seed=7, **more)
         assert [answer_of(row) for row in got] == expected
     fewer = answer(model, prompts, tmp_path / "fewer.jsonl", seed=7, num_samples=3)
@@ -212,8 +212,8 @@ def test_rows_of_all_kinds(model, tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist(kinds[:1]), path)  # a column has one type
     assert wanted(answer(model, path, tmp_path / "parquet.jsonl")) == plain[:1]
     (tmp_path / "a.txt").write_bytes(b"the cat\r\n\n  a dog \nlast")
-    lines = answer(model, tmp_path / "a.txt", tmp_path / "lines.jsonl")
-    assert [row["prompt"] for row in lines] == ["the cat", "  a dog ", "last"]
+    (row,) = answer(model, tmp_path / "a.txt", tmp_path / "text.jsonl")
+    assert row["prompt"] == "the cat\n\n  a dog \nlast"
     some = [*[{"text": "the cat"}] * 38, {"messages": TURNS[2:3]}, {"text": ""}]
     mixed = write_jsonl(tmp_path / "mixed.jsonl", random.sample(some, 40))
     assert [row["prompt"] for row in answer(model, mixed, tmp_path / "some.jsonl", batch=40)] == ["the cat"] * 38
@@ -267,7 +267,7 @@ def test_the_space_that_an_answer_begins_with_is_kept(stories):
 
 
 def from_bos(model, out, samples=10, *, batch=4, **options):
-    return [*words_of(model, out, batch, options), "--from-bos", "--num-samples", samples, "--threads", 1]
+    return [*words_of(model, out, batch, options), "--from-bos", "--num-samples", samples]
 
 
 def write(*arguments, **options):
@@ -317,71 +317,63 @@ def test_text_is_the_ids_without_special_tokens(tmp_path):
 # ---- unfinished work ----
 
 
-def part_of(out):
-    (part,) = out.parent.glob(f"{out.name}.*.part")
-    return part
+def lines_of(out):
+    return out.with_name(f"{out.name}.ladderize-work") / LINES
 
 
 @pytest.fixture
 def unfinished(source, tmp_path, monkeypatch):
     """OUT of a run that was stopped after 8 of 10 samples, and what it would have been."""
     whole = write(source, tmp_path / "whole.jsonl")
-    append, out = LineWriter.append, tmp_path / "self.jsonl"
+    out = tmp_path / "self.jsonl"
 
-    def append_or_fail(self, rows):
-        if self.lines >= 8:
+    def append_or_fail(path, rows):
+        if path.exists() and len(rows_of(path)) >= 8:
             raise OSError(errno.ENOSPC, "No space left on device")
-        append(self, rows)
+        append_rows(path, rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LineWriter, "append", append_or_fail)
+        patch.setattr(generate_file, "append_rows", append_or_fail)
         assert "no space left on device" in refusal(*from_bos(source, out))
-    assert listing(tmp_path) == sorted([part_of(out).name, "whole.jsonl"])
-    assert len(ids_of(part_of(out).read_bytes())) == 8
+    assert listing(tmp_path) == ["self.jsonl.ladderize-work", "whole.jsonl"]
+    assert len(rows_of(lines_of(out))) == 8
     return out, whole
 
 
-def test_goes_on_wherever_the_part_ends(source, unfinished):
+def test_goes_on_wherever_the_lines_end(source, unfinished, tmp_path_factory):
     out, whole = unfinished
-    part = part_of(out)
+    kept = shutil.copytree(lines_of(out).parent, tmp_path_factory.mktemp("kept") / "work")
     ends = [0, 1, len(whole) - 1, len(whole), *random.sample(range(2, len(whole) - 1), 2)]
     power_failure = whole[: len(whole) // 2] + b"\0" * 100 + b"\n" + whole
     for left in [*(whole[:end] for end in ends), power_failure]:
-        part.write_bytes(left)
+        lines_of(out).write_bytes(left)
         assert write(source, out) == whole, left
-        assert not part.exists()
+        assert listing(out.parent) == ["self.jsonl", "whole.jsonl"]
         out.unlink()
+        shutil.copytree(kept, lines_of(out).parent)
 
 
 def test_goes_on_in_batches_of_another_size_and_to_more_samples(source, unfinished, monkeypatch):
     out, whole = unfinished
     written = []
-    append = LineWriter.append
-    monkeypatch.setattr(LineWriter, "append", lambda self, rows: (written.append(len(rows)), append(self, rows)))
+    monkeypatch.setattr(
+        generate_file, "append_rows", lambda path, rows: (written.append(len(rows)), append_rows(path, rows))
+    )
     more = ids_of(write(source, out, 13, batch=5))
     assert written == [2, 3]  # 8 and 9, then 10 to 12: nothing is made twice
     assert more[:10] == ids_of(whole)
     assert len(more) == 13
 
 
-def test_other_runs_do_not_touch_the_firsts_work(source, unfinished):
-    """Neither another command, nor the same one at the same time."""
-    out, whole = unfinished
-    part = part_of(out)
-    left = part.read_bytes()
-    assert write(source, out, seed=1) != whole
-    out.unlink()
-    with part.open("rb") as first:
-        assert try_lock(first.fileno())
-        assert "another run writes" in refusal(*from_bos(source, out))
-    assert part.read_bytes() == left
+def test_another_run_does_not_touch_the_firsts_work(source, unfinished):
+    assert "unfinished work of a run with another seed (0, now 1)" in refusal(*from_bos(source, unfinished[0], seed=1))
 
 
 def test_kill_9_at_any_moment(source, tmp_path):
     out, samples = tmp_path / "self.jsonl", 120
     process = warm.WarmProcess([sys.executable, "-m", "ladderize", *map(str, from_bos(source, out, samples))])
-    most, parts = random.uniform(0, 0.7) * samples, "self.jsonl.*.part"
-    warm.wait_until(lambda: any(path.read_bytes().count(b"\n") >= most for path in tmp_path.glob(parts)), process)
+    most, lines = random.uniform(0, 0.7) * samples, lines_of(out)
+    warm.wait_until(lambda: lines.exists() and lines.read_bytes().count(b"\n") >= most, process)
     process.kill()
     process.communicate()
     whole = write(source, tmp_path / "whole.jsonl", samples)

@@ -22,7 +22,7 @@ from tests.helpers import ROOT
 PACKAGE = ROOT / "ladderize"
 LEAVES = {
     *("families", "layout", "choices", "errors", "console", "boundary", "ranks", "files", "checkpoint"),
-    *("chat_template", "modeling", "blocks", "data", "rows", "memory", "sweep_document"),
+    *("chat_template", "modeling", "blocks", "data", "memory", "sweep_document"),
 }
 # of the runtime: what computes a model on several ranks, and starts them; not its commands
 ENGINE = {

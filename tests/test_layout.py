@@ -1,10 +1,17 @@
+"""Ranges of layers, layouts, and recipes of them; and where a mode is named."""
+
+import ast
 import random
+import re
 
 import pytest
 
 from ladderize.convert.recipe import RANGE_KEYS, Recipe
 from ladderize.layout import APART, Layout, LayoutError, RangeSyntaxError, format_ranges, parse_ranges
-from tests.helpers import random_layout
+from tests.helpers import ROOT, random_layout
+
+# what a new mode changes is named in CONTRIBUTING.md; these name a method, a choice or an outcome of that name
+NO_MODE = {"document.py", "spd.py", "plan.py"}
 
 
 @pytest.mark.parametrize(
@@ -140,3 +147,17 @@ def test_authors_format_nonsense(value):
 def test_impossible_layouts(attention, mlp, ranks, message):
     with pytest.raises(LayoutError, match=message):
         Layout(tuple(attention), tuple(mlp), ranks)
+
+
+def test_a_new_mode_touches_no_other_file_than_contributing_says():
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    section = contributing.partition("## How to add a mode")[2].partition("\n## ")[0]
+    listed = {path.rpartition("/")[2] for path in re.findall(r"`([\w/]+\.py)`", section)}
+    names = {"OVERLAPPED", "DELAYED", "DROPPED"}
+    words = {"overlapped", "delayed", "dropped", "ladder", "spd", "spd+ladder"}
+    found = set()
+    for path in (ROOT / "ladderize").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if getattr(node, "id", None) in names or (isinstance(node, ast.Constant) and node.value in words):
+                found.add(path.name)
+    assert found - NO_MODE <= listed

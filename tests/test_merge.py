@@ -16,7 +16,7 @@ import ladderize
 from ladderize.adapt.lora import LORA_TARGETS, AdapterBase, add_adapters, lora_config, write_adapter
 from ladderize.adapt.options import MergeOptions
 from ladderize.adapt.train.merge import merge
-from ladderize.blocks import open_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import to_json
 from ladderize.errors import UserError
 from tests.helpers import (

@@ -11,8 +11,17 @@ import torch
 from ladderize.errors import UserError
 from ladderize.layout import APART, BLOCKING, DELAYED, DROPPED, Layout
 from ladderize.plan.hardware import LIKE_ANOTHER, DeviceSpec, EngineFacts, known_devices, known_engines, read_device
-from ladderize.plan.passes import PassParts, Serving, pass_parts, predict_parallel, predict_pass, predict_silent
-from ladderize.plan.rows import band_cases, memory_need, planned_rows, relative_band
+from ladderize.plan.passes import (
+    CASES,
+    Errors,
+    PassParts,
+    Serving,
+    pass_parts,
+    predict_parallel,
+    predict_pass,
+    predict_silent,
+)
+from ladderize.plan.rows import memory_need, planned_rows, relative_band
 from ladderize.runtime.collectives.links import NO_LINK, Interconnect, InterconnectRow, Link, known_interconnects
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.shards import Shape, cache_bytes
@@ -45,14 +54,6 @@ def only(**rates: float) -> DeviceSpec:
     """A device of whose limits only the given ones hold."""
     gb_s, tflop_s = rates.get("gb_s", INSTANT), rates.get("tflop_s", INSTANT)
     return DeviceSpec("only", gb_s, {"bfloat16": tflop_s}, None, 1, 1, 0, 0, 0, "published", False, "a test")
-
-
-def device_file(folder, device, **changes):
-    """A device as --hardware reads it. changes: of its keys; ``...`` leaves one out."""
-    content = {key: value for key, value in {**device.to_dict(), **changes}.items() if value is not ...}
-    path = folder / "device.json"
-    path.write_text(json.dumps({"device": content}, indent="\t"))  # which YAML may not be indented by
-    return str(path)
 
 
 def parts_of(
@@ -378,16 +379,20 @@ def test_links_between_measured_ranks_are_interpolated_and_said_so():
 
 
 def test_a_device_may_be_like_a_known_one(tmp_path):
-    known, device = known_devices()["h100-sxm"], a_device()
-    left_out = {**dict.fromkeys(LIKE_ANOTHER, ...), "like": known.name}
-    found = read_device(device_file(tmp_path, device, **left_out | {"thin_us": 7.5}))
-    for key, value in device.to_dict().items():
-        expected = getattr(known, key) if key in LIKE_ANOTHER else value
-        assert getattr(found, key) == (7.5 if key == "thin_us" else expected)
+    known, device, path = known_devices()["h100-sxm"], a_device(), tmp_path / "device.json"
+
+    def read(**changes):
+        content = {key: value for key, value in device.to_dict().items() if key not in LIKE_ANOTHER}
+        content |= {"like": known.name, **changes}
+        path.write_text(json.dumps({"device": content}, indent="\t"))  # which YAML may not be indented by
+        return read_device(str(path))
+
+    copied = {key: getattr(known, key) for key in LIKE_ANOTHER}
+    assert read(thin_us=7.5) == dataclasses.replace(device, **copied | {"thin_us": 7.5})
     with pytest.raises(UserError, match="device: like h1000 is not one of h100-sxm, h200"):
-        read_device(device_file(tmp_path, device, **left_out | {"like": "h1000"}))
-    with pytest.raises(UserError, match="device has no relative_error"):  # no other device's error
-        read_device(device_file(tmp_path, device, **left_out | {"relative_error": ...}))
+        read(like="h1000")
+    with pytest.raises(UserError, match="relative_error"):  # no other device's error
+        read(relative_error=None)
 
 
 # ---- bands ----
@@ -398,18 +403,15 @@ def test_a_ratios_band_is_narrower_than_a_times():
     parts = parts_of(config, device, known_engines()["runtime"], link.at(8), 8, contention=0.2)
     layers = config["num_hidden_layers"]
     dense, ladder = Layout.dense(layers), Layout.from_layers(layers, ladder=range(layers))
-    cases = [case["decode"] for case in band_cases(parts, device, [link])]
+    cases = [parts["decode"].off_by(errors) for errors in CASES]
     times = [predict_pass(case, dense).total for case in cases]
     ratios = [before / predict_pass(case, ladder).total for before, case in zip(times, cases, strict=True)]
     assert 0 < relative_band(ratios) < relative_band(times) < 0.5
     assert relative_band([1.0] * len(cases)) == 0
     # all compute: twice its error, and the scatter of runs beside it
-    silent = [predict_silent(case).total for case in cases]
-    assert relative_band(silent) == pytest.approx(2 * math.hypot(0.1, 0.02), rel=1e-6)
-    surer = {phase: dataclasses.replace(one, message_error=0.01) for phase, one in parts.items()}
-    cases = band_cases(surer, dataclasses.replace(device, relative_error=0.01), [link])
-    closer = [predict_pass(case["decode"], dense).total for case in cases]
-    assert relative_band(closer) < relative_band(times)
+    assert relative_band([predict_silent(case).total for case in cases]) == pytest.approx(2 * math.hypot(0.1, 0.02))
+    surer = dataclasses.replace(parts["decode"], errors=Errors(0.01, 0.01, 0.1))
+    assert relative_band([predict_pass(surer.off_by(errors), dense).total for errors in CASES]) < relative_band(times)
 
 
 def test_a_link_of_two_levels():

@@ -1,7 +1,6 @@
 """KL and same-top share of ``eval`` against two plain forwards of transformers; predictions kept for later runs; and
 what keeps them from being compared."""
 
-import os
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +13,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from ladderize import EvalOptions, UserError, convert_checkpoint, evaluate
 from ladderize.convert.recipe import Recipe
 from ladderize.eval import text
+from ladderize.eval.results import EvaluatedModel
 from ladderize.eval.text import prepare_folder
 from ladderize.modeling import load
 from tests.helpers import SHAPE, fresh_rng, invoke_well, listing, refusal, save_llama
@@ -31,8 +31,9 @@ def trio(tmp_path) -> list[Path]:
     return [dense, tmp_path / "spd", tmp_path / "both"]
 
 
-def options_of(folder: Path, **more: object) -> EvalOptions:
-    return EvalOptions(**{"perplexity": str(folder / "ids.npy"), "seq_len": SEQ_LEN, "batch_size": 4, **more})
+def evaluated(folder: Path, *models: Path, **more: object) -> list[EvaluatedModel]:
+    shared = {"perplexity": str(folder / "ids.npy"), "seq_len": SEQ_LEN, "batch_size": 4}
+    return [entry.model for entry in evaluate(EvalOptions(models, **{**shared, **more})).models]
 
 
 def logits_of(model: Path, windows: list[np.ndarray], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -47,15 +48,15 @@ def test_against_two_plain_forwards(trio, tmp_path, monkeypatch, dtype, toleranc
     monkeypatch.setattr(text, "LOGITS_AT_A_TIME", 5 * SHAPE["vocab_size"])
     ids = np.load(tmp_path / "ids.npy")
     windows = [ids[start : start + SEQ_LEN] for start in range(0, len(ids), SEQ_LEN)]
-    results = evaluate(trio, options_of(tmp_path, dtype=str(dtype).removeprefix("torch.")))
+    results = evaluated(tmp_path, *trio, dtype=str(dtype).removeprefix("torch."))
     dense = logits_of(trio[0], windows, dtype)
-    assert results.models[0].model.predictions is None
-    for folder, entry in zip(trio, results.models, strict=True):
+    assert results[0].predictions is None
+    for folder, model in zip(trio, results, strict=True):
         own = logits_of(folder, windows, dtype)
         given = [torch.from_numpy(window[1:, None]) for window in windows]
         nll = [-float(p.gather(1, ids).double().sum()) for p, ids in zip(own, given, strict=True)]
-        assert entry.model.perplexity.window_nll == pytest.approx(nll, rel=tolerance)
-        if (found := entry.model.predictions) is None:
+        assert model.perplexity.window_nll == pytest.approx(nll, rel=tolerance)
+        if (found := model.predictions) is None:
             continue
         kl = [(p.double().exp() * (p.double() - q.double())).sum(-1) for p, q in zip(dense, own, strict=True)]
         everything = torch.cat(kl).numpy()
@@ -74,31 +75,31 @@ def test_against_two_plain_forwards(trio, tmp_path, monkeypatch, dtype, toleranc
 
 def test_one_at_a_time_as_all_together(trio, tmp_path):
     kept = tmp_path / "kept"
-    evaluate(trio[:1], options_of(tmp_path, seq_len=SEQ_LEN // 2), keep_predictions=kept)
-    evaluate(trio[:1], options_of(tmp_path), keep_predictions=kept)  # the folder is of the later run
+    evaluated(tmp_path, trio[0], seq_len=SEQ_LEN // 2, keep_predictions=kept)
+    evaluated(tmp_path, trio[0], keep_predictions=kept)  # the folder is of the later run
     windows = [f"window-{number}.safetensors" for number in range(7)]
     assert listing(kept) == ["head.safetensors", "predictions.json", *windows]
-    together = evaluate(trio, options_of(tmp_path))
+    together = evaluated(tmp_path, *trio)
     for number in (1, 2):
-        alone = evaluate([trio[number]], options_of(tmp_path), reference=kept).models[0].model
-        expected = together.models[number].model
+        (alone,) = evaluated(tmp_path, trio[number], reference=kept)
+        expected = together[number]
         assert alone.predictions == expected.predictions
         assert alone.perplexity.window_nll == expected.perplexity.window_nll
     words = ("--perplexity", tmp_path / "ids.npy", "--seq-len", SEQ_LEN, "--reference", kept)
     shown = " ".join(invoke_well("eval", trio[1], *words).stdout.split())
-    mean = together.models[1].model.predictions.mean_kl
+    mean = together[1].predictions.mean_kl
     assert f"against {trio[0]}. Predictions: mean KL divergence {mean:.4g} nats" in shown
 
 
 def test_a_reference_of_something_else(trio, tmp_path):
     kept = tmp_path / "kept"
-    evaluate(trio[:1], options_of(tmp_path), keep_predictions=kept)
+    evaluated(tmp_path, trio[0], keep_predictions=kept)
     np.save(tmp_path / "other.npy", fresh_rng().integers(3, 90, 70))
     with pytest.raises(UserError, match="their windows are others .--perplexity, --seq-len"):
-        evaluate([trio[1]], options_of(tmp_path, perplexity=str(tmp_path / "other.npy")), reference=kept)
+        evaluated(tmp_path, trio[1], perplexity=str(tmp_path / "other.npy"), reference=kept)
     other = save_llama(tmp_path / "other", vocab_size=120)
     with pytest.raises(UserError, match="their vocabulary has 97 tokens, and this one 120"):
-        evaluate([other], options_of(tmp_path), reference=kept)
+        evaluated(tmp_path, other, reference=kept)
 
 
 def test_only_predictions_are_removed_from_a_folder(tmp_path):
@@ -140,28 +141,26 @@ def test_logits_that_are_scaled_in_bfloat16(tmp_path):
     np.save(tmp_path / "ids.npy", fresh_rng().integers(3, SHAPE["vocab_size"], 20 * SEQ_LEN))
     windows = list(np.load(tmp_path / "ids.npy").reshape(-1, SEQ_LEN))
     models = [dense, tmp_path / "both"]
-    entries = evaluate(models, options_of(tmp_path)).models
+    entries = evaluated(tmp_path, *models)
     p, q = (torch.stack(logits_of(model, windows, torch.bfloat16)).double() for model in models)
     kl = float((p.exp() * (p - q)).sum(-1).mean())
-    assert entries[1].model.predictions.mean_kl == pytest.approx(kl, rel=0.1)
+    assert entries[1].predictions.mean_kl == pytest.approx(kl, rel=0.1)
     ids = torch.from_numpy(np.stack(windows))[:, 1:, None]
     expected = -p.gather(-1, ids).sum((1, 2))
-    assert entries[0].model.perplexity.window_nll == pytest.approx(expected.tolist(), rel=0.02)
-    evaluate([dense], options_of(tmp_path), keep_predictions=tmp_path / "kept")
-    found = evaluate([tmp_path / "both"], options_of(tmp_path), reference=tmp_path / "kept").models[0].model
-    assert found.predictions == entries[1].model.predictions
+    assert entries[0].perplexity.window_nll == pytest.approx(expected.tolist(), rel=0.02)
+    evaluated(tmp_path, dense, keep_predictions=tmp_path / "kept")
+    (found,) = evaluated(tmp_path, tmp_path / "both", reference=tmp_path / "kept")
+    assert found.predictions == entries[1].predictions
 
 
 def test_kept_predictions_that_were_changed(trio, tmp_path):
     kept = tmp_path / "kept"
-    evaluate(trio[:1], options_of(tmp_path), keep_predictions=kept)
-    last, other, head = (kept / f"{name}.safetensors" for name in ("window-3", "window-2", "head"))
-    os.truncate(last, last.stat().st_size - 40)
-    with pytest.raises(UserError, match="window-3.safetensors cannot be read"):
-        evaluate(trio[1:2], options_of(tmp_path), reference=kept)
-    other.unlink()
-    with pytest.raises(UserError, match="window-2.safetensors cannot be read"):
-        evaluate(trio[1:2], options_of(tmp_path), reference=kept)
-    head.write_bytes(b"\x80\x04pickle")
-    with pytest.raises(UserError, match="head.safetensors cannot be read"):
-        evaluate(trio[1:2], options_of(tmp_path), reference=kept)
+    evaluated(tmp_path, trio[0], keep_predictions=kept)
+    for name, change in (
+        ("window-3", lambda path: path.write_bytes(path.read_bytes()[:100])),
+        ("window-2", Path.unlink),
+        ("head", lambda path: path.write_bytes(b"\x80\x04pickle")),
+    ):
+        change(kept / f"{name}.safetensors")
+        with pytest.raises(UserError, match=f"{name}.safetensors cannot be read"):
+            evaluated(tmp_path, trio[1], reference=kept)

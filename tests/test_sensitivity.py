@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.layers.sensitivity import measure_sensitivity
+from ladderize.adapt.layers.options import SensitivityOptions
+from ladderize.adapt.layers.sensitivity import write_sensitivity
 from ladderize.blocks import read_windows
 from ladderize.convert.sensitivity_file import LayerChange, layer_costs, read_sensitivity
-from ladderize.eval.options import SensitivityOptions
 from ladderize.layout import Layout
 from tests import warm
 from tests.helpers import BIASES, SHAPE, blocks_of, fresh_rng, invoke, invoke_well, listing, refusal, save_llama
@@ -34,8 +34,8 @@ def oracle_nll(blocks, layout, windows):
 @pytest.mark.parametrize("extra", [{}, BIASES], ids=["plain", "biases"])
 def test_against_the_oracle(tmp_path, ids, mode, extra):
     folder = save_llama(tmp_path / "m", seed=int(torch.randint(1 << 30, ())), **extra)
-    options = SensitivityOptions(str(ids), mode, 4, samples=12, seed=3)
-    document = measure_sensitivity(folder, options)
+    more = {"mode": mode, "sync_tp_size": 4, "samples": 12, "seed": 3}
+    document = write_sensitivity(SensitivityOptions(str(folder), str(ids), tmp_path / "s.json", **more))
     blocks = blocks_of(folder)
     windows = read_windows(blocks.checkpoint, str(ids), seq_len=None, seed=3)[:12]
 
@@ -128,28 +128,19 @@ def test_the_end_names_the_next_command(llama, ids, tmp_path, monkeypatch, optio
     [
         (["--sync-tp-size", "3"], 1, "sync-tp-size 3 does not divide the 8 attention heads"),
         (["--mode", "sweep"], 2, "--mode sweep needs --sync-tp-size N"),
+        ([], 1, "is not dense"),
     ],
 )
 def test_what_is_refused(llama, ids, tmp_path, options, code, message):
-    how = ("--data", ids, "--out", tmp_path / "s.json", "--samples", 4)
-    assert message in refusal("sensitivity", llama, *how, *options, code=code)
+    if not options:
+        invoke_well("convert", llama, tmp_path / "ladder", "--ladder", "2:", "--no-verify")
+        llama = tmp_path / "ladder"
+    more = ("--data", ids, "--out", tmp_path / "s.json", "--samples", 4)
+    assert message in refusal("sensitivity", llama, *more, *options, code=code)
     assert not (tmp_path / "s.json").exists()
 
 
-def test_another_run_s_unfinished_work_stays(llama, ids, tmp_path):
-    kept = tmp_path / "s.json.unfinished"
-    kept.write_text("{}")
-    invoke_well("sensitivity", llama, "--data", ids, "--out", tmp_path / "s.json", "--samples", 4)
-    assert kept.exists()
-
-
-def test_a_converted_model_has_no_sensitivity(llama, ids, tmp_path):
-    invoke_well("convert", llama, tmp_path / "ladder", "--ladder", "2:", "--no-verify")
-    how = ("--data", ids, "--out", tmp_path / "s.json", "--samples", 4)
-    assert "is not dense" in refusal("sensitivity", tmp_path / "ladder", *how)
-
-
-def test_two_processes_share_the_windows(llama, ids, tmp_path):
+def test_two_processes_share_the_models(llama, ids, tmp_path):
     command = ["sensitivity", llama, "--sync-tp-size", 4, "--data", ids, "--samples", 12, "--json", "--out"]
     expected = json.loads(invoke(*command, tmp_path / "one.json").stdout)
     result = warm.run_group([sys.executable, "-m", "ladderize", *command, tmp_path / "two.json"])

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 from ladderize import load
 from ladderize.adapt.layers import rewrite, spd
+from ladderize.adapt.layers.document import METHODS
 from ladderize.adapt.layers.layer_files import LayerFiles
 from ladderize.convert.assignment import read_assignment
 from ladderize.convert.inspection import read_retrainings
@@ -17,7 +19,7 @@ from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL
 from ladderize.files.parsing import parse_yaml
 from tests import warm
-from tests.helpers import invoke, listing, one_sentence, refusal
+from tests.helpers import epochs, invoke, listing, one_sentence, refusal
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +34,7 @@ def text(tmp_path_factory):
 def run(out, text, *options, samples=12, heldout=4, repair="blocks", start=invoke):
     """``ladderize spd`` on a little text. start: gets the words of the command line."""
     sizes = ["--samples", samples, "--heldout", heldout, "--seq-len", 64]
-    what = ["--sync-tp-size", 4, "--spd-fraction", 0.875, "--no-verify", "--threads", 1, "--repair", repair]
-    what += ["--epochs", 1] if repair != "align" else []
+    what = ["--sync-tp-size", 4, "--spd-fraction", 0.875, "--no-verify", "--repair", repair]
     return start("spd", MODEL, out, "--data", text, *sizes, *what, *options)
 
 
@@ -55,7 +56,8 @@ def test_two_processes_make_the_same_model(tmp_path, text):
 )
 def test_the_story(tmp_path, text, repair, document, names):
     """The least sensitive blocks are dropped, heads and neurons assigned, and the repair wins something."""
-    shown = run(tmp_path / "out", text, "--assign", names, samples=48, heldout=16, repair=repair)
+    with epochs(1):
+        shown = run(tmp_path / "out", text, "--assign", names, samples=48, heldout=16, repair=repair)
     assert shown.code == 0, shown.stderr
     assert listing(tmp_path) == ["out"]
     assert {"assignment.json", "sensitivity.json", document, "ladderize.yaml"} <= set(listing(tmp_path / "out"))
@@ -98,14 +100,19 @@ def test_the_story(tmp_path, text, repair, document, names):
 def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
     quarter = ("--spd-fraction", 0.25)
     assert run(tmp_path / "whole", text, *quarter).code == 0
-    for home, step in ((spd, "assign_layers"), (rewrite, "distill"), (rewrite, "convert_checkpoint")):
-        with mock.patch.object(home, step, side_effect=KeyboardInterrupt):
+    stopped = replace(METHODS["blocks"], run=mock.Mock(side_effect=KeyboardInterrupt))
+    for patched in (
+        mock.patch.object(spd, "assign_layers", side_effect=KeyboardInterrupt),
+        mock.patch.dict(METHODS, {"blocks": stopped}),
+        mock.patch.object(rewrite, "convert_checkpoint", side_effect=KeyboardInterrupt),
+    ):
+        with patched:
             assert run(tmp_path / "out", text, *quarter).code == 130
         assert listing(tmp_path) == ["out.ladderize-work", "whole"]
     for options, other in ((["--seq-len", 32], "data"), (["--spd-fraction", 0.1], "spd_fraction (0.25, now 0.1)")):
         refused = one_sentence(run(tmp_path / "out", text, *quarter, *options))
         assert f"with another {other}; give the old value again" in refused
-    monkeypatch.setattr(spd, "measure_sensitivity", lambda *a, **k: pytest.fail("the blocks were measured already"))
+    monkeypatch.setattr(spd, "write_sensitivity", lambda *a, **k: pytest.fail("the blocks were measured already"))
     monkeypatch.setattr(spd, "assign_layers", lambda *a, **k: pytest.fail("heads and neurons were assigned already"))
     monkeypatch.setattr(LayerFiles, "save", lambda *a: pytest.fail("the blocks were trained already"))
     for _ in range(2):  # the second finds OUT, which this command wrote

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Literal
 
 from ladderize import choices
-from ladderize.adapt.data_files import HUB, check_sources, hub_dataset
 from ladderize.adapt.lora import LORA_TARGETS
 from ladderize.adapt.methods import (
     ALIGN,
@@ -22,6 +21,7 @@ from ladderize.adapt.methods import (
     check_lr,
 )
 from ladderize.choices import argument, check_options, flag, option, split_names
+from ladderize.data.files import HUB, check_sources, hub_dataset
 from ladderize.errors import UsageError
 from ladderize.runtime.schedule import ScheduleName
 

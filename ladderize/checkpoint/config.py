@@ -16,39 +16,22 @@ MOST_LABELS = 1_000_000  # transformers makes two dictionaries of as many entrie
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "num_labels")
 LARGEST = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", *OPTIONAL_SIZES), MOST)
 LARGEST |= {"num_hidden_layers": MOST_LAYERS, "num_attention_heads": MOST_HEADS, "num_labels": MOST_LABELS}
-# The types of rotary embeddings, and the keys that each requires.
-ROPE_NEEDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "proportional": (),
-}
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 STATED_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "auto")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def check_config(config: Mapping[str, Any], model: str = "this checkpoint") -> None:
-    """Raise UserError unless this is the config of an unquantised model of a supported family, with sensible numbers.
-
-    model: the name in messages.
-    """
+    """Raise UserError unless this is the config of an unquantised ``model`` of a supported family."""
     family = family_of(config)
     if quantised := next((config[key] for key in QUANTISATION_KEYS if config.get(key)), None):
         method = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
         raise UserError(
             f"{model} is quantised with {method}; the runtime and what trains or measures layers do not run"
-            " quantised weights; `ladderize eval --backend vllm` and `vllm serve` run them"
+            " quantised weights; `ladderize eval --engine vllm` and `vllm serve` run them"
         )
-    for key, most in LARGEST.items():
-        value = config.get(key)
-        if value is None and key in OPTIONAL_SIZES:
-            continue
-        if type(value) is not int or not 1 <= value <= most:
-            found = shown(value) if key in config else "missing"
-            raise UserError(f"config.json: {key} is {found}, but must be a positive integer of at most {most:,}")
+    for key in LARGEST:
+        check_size(config, key, is_optional=key in OPTIONAL_SIZES)
     for key in ("dtype", "torch_dtype"):
         value = config.get(key)
         if value is not None and str(value).removeprefix("torch.") not in STATED_DTYPES:
@@ -60,34 +43,28 @@ def check_config(config: Mapping[str, Any], model: str = "this checkpoint") -> N
     family.describe(config)
 
 
-def check_largest(config: Mapping[str, Any]) -> None:
-    """Raise UserError for a number so large that transformers would exhaust memory."""
-    for key, most in LARGEST.items():
-        value = config.get(key)
-        if type(value) is int and value > most:
-            raise UserError(f"config.json: {key} is {shown(value)}, but must be a positive integer of at most {most:,}")
+def check_size(config: Mapping[str, Any], key: str, *, is_optional: bool = False) -> None:
+    value, most = config.get(key), LARGEST[key]
+    is_size = type(value) is int and 1 <= value <= most
+    if not is_size and not (value is None and is_optional):
+        text = shown(value) if key in config else "missing"
+        raise UserError(f"config.json: {key} is {text}, but must be a positive integer of at most {most:,}")
 
 
 def check_rope(config: Mapping[str, Any]) -> None:
-    """Raise UserError unless the rotary embedding is of a known type and has its numbers."""
-    for key in ("rope_scaling", "rope_parameters"):
-        value = config.get(key)
-        if value is not None and not isinstance(value, dict):
-            raise UserError(f"config.json: {key} is {str(value)[:60]!r}, but must be an object; repair the file")
+    """Raise UserError unless the rotary embedding is of a known type; transformers names a number that it lacks."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"config.json: rope_parameters is {str(rope)[:60]!r}, but must be an object; repair the file")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE_NEEDS:
+    if kind not in ROPE_TYPES:
         raise UserError(
-            f"config.json: the rope_type is {str(kind)[:60]!r}, which is not one of {', '.join(ROPE_NEEDS)}; repair"
+            f"config.json: the rope_type is {str(kind)[:60]!r}, which is not one of {', '.join(ROPE_TYPES)}; repair"
             " the file, or update transformers and ladderize"
         )
-    for key in ROPE_NEEDS[kind]:
-        if key not in rope:
-            raise UserError(f"config.json: a rope_type of {kind} needs {key}; repair the file")
     stated = {**config, **rope}
-    for key in (*ROPE_NEEDS[kind], "rope_theta", "rms_norm_eps"):
-        if key in stated and key not in ("short_factor", "long_factor"):
-            positive(stated, key)
+    for key in stated.keys() & {"rope_theta", "rms_norm_eps"}:
+        positive(stated, key)
 
 
 def kv_head_count(config: Mapping[str, Any]) -> int:
@@ -99,10 +76,7 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 
 def stored_dtype(checkpoint: Checkpoint, other: str = "auto") -> str:
-    """Return the dtype of a checkpoint's weights, by torch's name: the embedding's, since norms may be in float32.
-
-    other: the result where an architecture has no such embedding.
-    """
+    """Return torch's name of the embedding's dtype, since norms may be in float32; ``other`` where there is none."""
     embedding = checkpoint.tensors.get(EMBEDDING)
     return FLOAT_DTYPES.get(embedding.dtype, other) if embedding is not None else other
 
@@ -118,9 +92,9 @@ def most_positions(config: Mapping[str, Any]) -> int:
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a model with this config, by name.
+    """Return the shape of every parameter of a model with this config, by name; a tied LM head has none.
 
-    A tied ``lm_head.weight`` is left out. An unsupported family gets the parameters of a Llama of the same sizes.
+    An unsupported family gets the parameters of a Llama of the same sizes.
     """
     family = known_family(config)
     full, decoder = family.complete(config), family.describe(config)
@@ -128,11 +102,9 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     queries, keys = full["num_attention_heads"] * dim, full["num_key_value_heads"] * dim
     projections = {
         "self_attn.q_proj": (queries, hidden, decoder.qkv_bias),
-        "self_attn.k_proj": (keys, hidden, decoder.qkv_bias),
-        "self_attn.v_proj": (keys, hidden, decoder.qkv_bias),
+        **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (keys, hidden, decoder.qkv_bias)),
         "self_attn.o_proj": (hidden, queries, decoder.o_bias),
-        "mlp.gate_proj": (inner, hidden, decoder.mlp_bias),
-        "mlp.up_proj": (inner, hidden, decoder.mlp_bias),
+        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden, decoder.mlp_bias)),
         "mlp.down_proj": (hidden, inner, decoder.mlp_bias),
     }
     of_layer: dict[str, tuple[int, ...]] = {}
@@ -164,36 +136,34 @@ def parameter_count(config: Mapping[str, Any]) -> int:
 
 def check_tensors(checkpoint: Checkpoint) -> None:
     """Compare every tensor with the config; raises UserError where one is missing or does not fit."""
-    config, stored = checkpoint.config, checkpoint.tensors
+    folder, config, stored = checkpoint.folder, checkpoint.config, checkpoint.tensors
     expected = expected_tensors(config)
     architecture = str(next(iter(config.get("architectures") or ()), ""))
     has_other_head = "For" in architecture and not architecture.endswith("ForCausalLM")
     if has_other_head and expected.keys() != stored.keys():
         raise UserError(
-            f"{checkpoint.folder}: config.json says {architecture}, a model with another head than a language model's,"
+            f"{folder}: config.json says {architecture}, a model with another head than a language model's,"
             " such as a reward model; ladderize converts ...ForCausalLM"
         )
     for name, shape in expected.items():
         if name not in stored:
             untied = ", or should set tie_word_embeddings to true" if name in (EMBEDDING, HEAD) else ""
             raise UserError(
-                f"{checkpoint.folder}: the tensor {name} is missing; the checkpoint is incomplete (it begins with"
+                f"{folder}: the tensor {name} is missing; the checkpoint is incomplete (it begins with"
                 f" {next(iter(stored), 'nothing')}), or its config.json is another model's{untied}"
             )
         if stored[name].shape != shape:
-            raise UserError(
-                f"{checkpoint.folder}: {name} has shape {list(stored[name].shape)}, but config.json asks for"
-                f" {list(shape)}"
-            )
+            shapes = f"{list(stored[name].shape)}, but config.json asks for {list(shape)}"
+            raise UserError(f"{folder}: {name} has shape {shapes}")
     for name, tensor in stored.items():
         if name not in expected:
             raise UserError(
-                f"{checkpoint.folder}: {tensor.file} holds {name} {list(tensor.shape)}, which is not a tensor of a"
+                f"{folder}: {tensor.file} holds {name} {list(tensor.shape)}, which is not a tensor of a"
                 f" {family_of(config).class_prefix} with this config.json, and which transformers would leave out;"
                 " repair config.json, or take the tensor out of the file"
             )
         if tensor.dtype not in FLOAT_DTYPES:
             raise UserError(
-                f"{checkpoint.folder}: {name} is stored as {tensor.dtype}, which quantised weights are, but config.json"
+                f"{folder}: {name} is stored as {tensor.dtype}, which quantised weights are, but config.json"
                 " says of no such quantisation; take the unquantised model"
             )

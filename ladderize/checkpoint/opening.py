@@ -5,16 +5,18 @@ Everything that reads a checkpoint begins here, so all of ladderize computes wha
 
 import re
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ladderize.checkpoint.config import (
     EMBEDDING,
     HEAD,
+    LARGEST,
     check_config,
-    check_largest,
     check_quantised,
+    check_size,
+    check_tensors,
     expected_tensors,
     is_tied,
 )
@@ -32,34 +34,54 @@ NOT_ITS_CODE = "a checkpoint does not choose the code that runs it"
 BUFFERS = re.compile(r"rotary_emb\.inv_freq")  # recomputed, even where an old checkpoint has them
 BASE_PARTS = ("embed_tokens.", "layers.", "norm.")  # of the model without its LM head
 COMPARED_BYTES = 4 << 20  # of two tensors at a time
+Sound = Literal["floats", "any"]
 
 
-def open_sound_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint by its name: a folder or a hub id, of which only the .json files are downloaded yet."""
+
+    name: str
+    revision: str | None
+    folder: Path
+    is_local: bool
+    config: dict[str, Any]
+    warnings: list[str]
+
+    def open(self, sound: Sound = "floats") -> Checkpoint:
+        """Return the checkpoint, downloaded where it is not local; ``open_checkpoint`` says more."""
+        folder = self.folder if self.is_local else fetch_weights(self.name, self.revision)
+        checkpoint = _read(folder, self.config, self.warnings)
+        if sound == "floats":
+            check_config(checkpoint.config, self.name)
+            check_tensors(checkpoint)
+        elif find_family(checkpoint.config) is not None:
+            Layout.from_config(checkpoint.config).check_model(checkpoint.config)
+            check_quantised(checkpoint)
+        return checkpoint
+
+
+def find_source(model: str | Path, revision: str | None = None) -> Source:
+    folder, is_local = resolve_json(str(model), revision)
+    return Source(str(model), revision, folder, is_local, *read_config_and_warnings(folder))
+
+
+def open_checkpoint(model: str | Path, revision: str | None = None, *, sound: Sound = "floats") -> Checkpoint:
     """Return a checkpoint (a folder or a hub id, which is downloaded) whose config and headers are sound.
 
-    Of a supported family every tensor's shape is checked too.
-    Raises UserError or LayoutError, also for pickle weights, which are never opened, for an adapter, and for a
-    truncated file.
+    sound: "floats" is of a supported family, and no quantised one; "any" takes those, too, and other families, of
+    which no tensor is checked. Pickle weights, which are never opened, adapters and truncated files are a UserError.
     """
-    folder, is_local = resolve_json(str(model), revision)
-    read_config(folder)
-    checkpoint = read_checkpoint(folder if is_local else fetch_weights(str(model), revision))
-    if find_family(checkpoint.config) is not None:
-        Layout.from_config(checkpoint.config).check_model(checkpoint.config)
-        check_quantised(checkpoint)
-    return checkpoint
+    return find_source(model, revision).open(sound)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json as transformers takes it; raises UserError with one sentence for any error."""
+    """Return config.json as transformers takes it."""
     return read_config_and_warnings(folder)[0]
 
 
 def read_config_and_warnings(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return config.json without keys that do not count and with one rotary embedding, and a warning for each change.
-
-    Raises UserError with one sentence for any error.
-    """
+    """Return config.json without keys that do not count and with one rotary embedding, and what was changed."""
     if not (folder / "config.json").exists():
         if (folder / "adapter_config.json").exists():
             raise UserError(
@@ -67,7 +89,9 @@ def read_config_and_warnings(folder: Path) -> tuple[dict[str, Any], list[str]]:
             )
         raise UserError(f"{folder} holds no config.json; it is not a Hugging Face checkpoint")
     config = read_json(folder / "config.json")
-    check_largest(config)
+    for key, most in LARGEST.items():
+        if type(config.get(key)) is int and config[key] > most:  # transformers would exhaust memory
+            check_size(config, key)
     if config.get("transformers_weights") is not None:
         raise UserError(
             f"{folder}: transformers_weights of config.json names the file of the weights; rename that file to"
@@ -79,8 +103,8 @@ def read_config_and_warnings(folder: Path) -> tuple[dict[str, Any], list[str]]:
         if is_code or (key in QUANTISATION_KEYS and not value):
             del config[key]
             if value is not None:
-                why = NOT_ITS_CODE if is_code else "an empty one is none"
-                warnings.append(f"{key} of config.json is left out: {why}")
+                reason = NOT_ITS_CODE if is_code else "an empty one is none"
+                warnings.append(f"{key} of config.json is left out: {reason}")
     # transformers' order: convert_rope_params_to_dict of modeling_rope_utils.py
     rope = config.get("rope_scaling") or config.get("rope_parameters")
     if isinstance(rope, dict):
@@ -95,12 +119,14 @@ def read_config_and_warnings(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Return the checkpoint in ``folder``, from its config, index and headers; raises UserError with one sentence for
-    any error.
+    """Return the checkpoint in ``folder``, from its config, index and headers.
 
     Of a supported family the names are a Llama's, and ``tie_word_embeddings`` is what the weights say.
     """
-    config, warnings = read_config_and_warnings(folder)
+    return _read(folder, *read_config_and_warnings(folder))
+
+
+def _read(folder: Path, config: dict[str, Any], warnings: list[str]) -> Checkpoint:
     if (folder / "adapter_config.json").exists():
         raise UserError(
             f"{folder} holds a PEFT adapter beside its weights; merge it first (merge_and_unload), then take the result"
@@ -114,11 +140,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def with_model_names(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with tensors under their names in the model, as transformers renames them, without ignored
-    buffers.
-
-    Raises UserError where two tensors get one name.
-    """
+    """Return the checkpoint with tensors under their names in the model, and without ignored buffers."""
     tensors: dict[str, TensorInfo] = {}
     for stored, info in checkpoint.tensors.items():
         name = f"model.{stored}" if stored.startswith(BASE_PARTS) else stored
@@ -134,8 +156,7 @@ def with_model_names(checkpoint: Checkpoint) -> Checkpoint:
 def with_tied_ends(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with embedding and LM head tied as transformers ties them (``tie_weights``).
 
-    They are tied where the config asks for it, unless both are stored and differ. The tensors then hold the embedding
-    only.
+    They are tied, and the embedding alone is kept, where the config asks for it, unless both are stored and differ.
     """
     tensors = dict(checkpoint.tensors)
     if not is_tied(checkpoint.config) or HEAD not in tensors:
@@ -151,10 +172,7 @@ def with_tied_ends(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def with_zero_biases(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with zero for the biases that the config asks for and no layer stores.
-
-    transformers initialises them with zero, as llamafied models without a bias of o_proj mean it.
-    """
+    """Return the checkpoint with zero, as in transformers, for the biases that the config asks for and no layer has."""
     tensors, missing = dict(checkpoint.tensors), []
     of_kind: dict[str, list[str]] = defaultdict(list)
     for name in expected_tensors(checkpoint.config):
@@ -173,12 +191,12 @@ def with_zero_biases(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors, warnings=(*checkpoint.warnings, warning))
 
 
-def have_same_values(folder: Path, one: TensorInfo, other: TensorInfo) -> bool:
+def have_same_values(folder: Path, left: TensorInfo, right: TensorInfo) -> bool:
     """Return whether two tensors are equal, byte for byte."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
-    with open_regular(folder / one.file) as first, open_regular(folder / other.file) as second:
-        first.seek(one.start)
-        second.seek(other.start)
-        sizes = [min(COMPARED_BYTES, one.nbytes - at) for at in range(0, one.nbytes, COMPARED_BYTES)]
+    with open_regular(folder / left.file) as first, open_regular(folder / right.file) as second:
+        first.seek(left.start)
+        second.seek(right.start)
+        sizes = [min(COMPARED_BYTES, left.nbytes - at) for at in range(0, left.nbytes, COMPARED_BYTES)]
         return all(first.read(size) == second.read(size) for size in sizes)

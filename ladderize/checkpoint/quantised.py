@@ -45,10 +45,7 @@ PACKAGES = {"compressed-tensors": "compressed_tensors", "awq": "gptqmodel", "gpt
 
 @dataclass(frozen=True)
 class Quantisation:
-    """The quantisation that a config states.
-
-    stated: its ``quantization_config``.
-    """
+    """The quantisation that a config states in its ``quantization_config``."""
 
     method: str
     stated: Mapping[str, Any]
@@ -66,15 +63,14 @@ class Quantisation:
         options = {**(nested if isinstance(nested, dict) else {}), **self.stated}
         kind = options.get("format") or options.get("quant_algo") or ""
         bits = f"{options['bits']} bits" if "bits" in options else ""
-        return " ".join(str(part)[:60] for part in (self.method, kind, bits) if part)
+        return " ".join(str(word)[:60] for word in (self.method, kind, bits) if word)
 
     @property
     def is_fp8(self) -> bool:
         """True if all products are of 8-bit floats, in weights and activations."""
         if self.method == "compressed-tensors":
-            operands = [group.get(key) for group in self.groups for key in ("weights", "input_activations")]
-            kinds = [(one.get("type"), one.get("num_bits")) if isinstance(one, dict) else None for one in operands]
-            return set(kinds) == {("float", 8)}
+            operands = [group.get(key) or {} for group in self.groups for key in ("weights", "input_activations")]
+            return {(operand.get("type"), operand.get("num_bits")) for operand in operands} == {("float", 8)}
         return self.method == "fp8" or (self.method == "modelopt" and "FP8" in self.words)
 
     @property
@@ -94,14 +90,12 @@ class Quantisation:
 
         On a CPU transformers was only seen to run compressed-tensors without zero points.
         """
-        if (problem := self.problem_in_transformers) is not None:
-            return problem
-        weights = [group.get("weights") for group in self.groups]
-        zeros = any(isinstance(one, dict) and not one.get("symmetric", True) for one in weights)
-        if self.method != "compressed-tensors" or zeros:
-            with_zeros = " with zero points" if zeros else ""
+        weights = [group.get("weights") or {} for group in self.groups]
+        with_zeros = "" if all(weight.get("symmetric", True) for weight in weights) else " with zero points"
+        problem = self.problem_in_transformers
+        if problem is None and (self.method != "compressed-tensors" or with_zeros):
             return f"transformers was not seen to run weights quantised as {self.words}{with_zeros} on a CPU"
-        return None
+        return problem
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,10 +104,9 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantisation_of(config: Mapping[str, Any], folder: Path | None = None) -> Quantisation | None:
-    """Return the quantisation that a config, or modelopt's own file in ``folder``, states; None where weights are
-    floats.
+    """Return the quantisation that a config, or modelopt's own file in ``folder``, states; None of floats.
 
-    Raises UserError for an unknown method, and for rotated or sparse weights.
+    An unknown method, and rotated or sparse weights, are a UserError.
     """
     stated = next((config[key] for key in QUANTISATION_KEYS if config.get(key)), None)
     if stated is None and folder is not None and (folder / MODELOPT_FILE).is_file():
@@ -124,12 +117,12 @@ def quantisation_of(config: Mapping[str, Any], folder: Path | None = None) -> Qu
         _refuse(f"is {str(stated)[:60]!r}, but must be an object")
     is_bitsandbytes = stated.get("load_in_4bit") or stated.get("load_in_8bit")  # which need not say so
     method = stated.get("quant_method", "bitsandbytes" if is_bitsandbytes else None)
-    if method is None:
-        _refuse(f"names no quant_method, but a conversion knows {', '.join(QUANTISATION_METHODS)}")
     if not isinstance(method, str) or method not in QUANTISATION_METHODS:
-        _refuse(f"names the method {str(method)[:60]!r}, but a conversion knows {', '.join(QUANTISATION_METHODS)}")
+        name = "no quant_method" if method is None else f"the method {str(method)[:60]!r}"
+        _refuse(f"names {name}, but a conversion knows {', '.join(QUANTISATION_METHODS)}")
     for key in ("sparsity_config", "transform_config"):
-        if (other := stated.get(key)) and not (isinstance(other, dict) and other.get("format") == "dense"):
+        value = stated.get(key) or {"format": "dense"}
+        if not isinstance(value, dict) or value.get("format") != "dense":
             _refuse(f"has a {key}, which a conversion does not know")
     return Quantisation(method, stated)
 
@@ -145,39 +138,43 @@ def plain_view(
 ) -> Checkpoint:
     """Return the checkpoint as if its projections held floats, for the checks that all checkpoints pass.
 
-    A weight of the projection's shape stands for the tensors of each quantised one. Nothing can be read from it.
+    A weight of the projection's shape stands for the tensors of each quantised one, which has all its scales. Nothing
+    can be read from it.
 
     expected: every tensor of the unquantised model, name -> shape.
-    Raises UserError for a quantised projection without its scales.
     """
     if quantisation is None:
         return checkpoint
     tensors = {name: info for name, info in checkpoint.tensors.items() if not KV_SCALE.fullmatch(name)}
-    parts: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
+    modules: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     for name, info in tensors.items():
         module, _, last = name.rpartition(".")
-        parts[module][last] = info
+        modules[module][last] = info
     stored = next((info.dtype for name, info in tensors.items() if name.endswith("norm.weight")), "BF16")
     needed, quantised = QUANTISATION_METHODS[quantisation.method], 0
     for name, shape in expected.items():
         module = name.removesuffix(".weight")
         if not name.endswith(("_proj.weight", LM_HEAD + ".weight")):
             continue
-        own = {last: info for last, info in parts[module].items() if last != "bias" or f"{module}.bias" not in expected}
-        weight = own.get("weight")
-        if not own or (own.keys() == {"weight"} and weight is not None and weight.dtype in FLOAT_DTYPES):
+        stored_tensors = modules[module]
+        if f"{module}.bias" in expected:
+            stored_tensors.pop("bias", None)
+        weight = stored_tensors.get("weight")
+        is_plain = weight is not None and len(stored_tensors) == 1 and weight.dtype in FLOAT_DTYPES
+        if not stored_tensors or is_plain:
             continue
         quantised += 1
-        if missing := next((names for names in needed if own.keys().isdisjoint(names)), None):
+        missing = [names[0] for names in needed if stored_tensors.keys().isdisjoint(names)]
+        if missing:
             raise UserError(
                 f"{checkpoint.folder}: the tensor {module}.{missing[0]} is missing; a projection that is quantised with"
                 f" {quantisation.method} needs it"
             )
-        for last in own:
+        for last in stored_tensors:
             del tensors[f"{module}.{last}"]
-        is_whole = weight is not None and weight.dtype != "U8"  # two numbers of 4 bits share a byte
-        shown = weight.shape if weight is not None and is_whole else shape
-        tensors[name] = TensorInfo(name, next(iter(own.values())).file, stored, shown, 0, 0)
+        if weight is not None and weight.dtype != "U8":  # in a byte two numbers of 4 bits share their place
+            shape = weight.shape
+        tensors[name] = TensorInfo(name, next(iter(stored_tensors.values())).file, stored, shape, 0, 0)
     if not quantised:
         raise UserError(
             "config.json: quantization_config is there, but no projection is quantised; one of them is another model's"
@@ -193,8 +190,7 @@ def has_measured_scales(tensors: Iterable[str]) -> bool:
 def check_ranks(checkpoint: Checkpoint, quantisation: Quantisation, ranks: int) -> None:
     """Raise UserError unless each of ``ranks`` has whole groups, blocks and packed words of every projection.
 
-    Weights, scales and zero points all have the projection's two dimensions, in units of their own. A tensor that
-    cannot be split evenly along the ranks' dimension would be split inside such a unit.
+    Weights, scales and zero points all have the projection's two dimensions, in units of their own.
     """
     kv_heads = complete_config(checkpoint.config)["num_key_value_heads"]
     for name, info in checkpoint.tensors.items():

@@ -20,22 +20,10 @@ if TYPE_CHECKING:
 
 # safetensors' name -> bytes of an element, torch's name
 KNOWN_DTYPES: dict[str, tuple[int, str]] = {
-    "F64": (8, "float64"),
-    "F32": (4, "float32"),
-    "F16": (2, "float16"),
-    "BF16": (2, "bfloat16"),
-    "I64": (8, "int64"),
-    "I32": (4, "int32"),
-    "I16": (2, "int16"),
-    "I8": (1, "int8"),
-    "U8": (1, "uint8"),
-    "BOOL": (1, "bool"),
-    "U64": (8, "uint64"),
-    "U32": (4, "uint32"),
-    "U16": (2, "uint16"),
-    "F8_E4M3": (1, "float8_e4m3fn"),
-    "F8_E5M2": (1, "float8_e5m2"),
-    "F8_E8M0": (1, "float8_e8m0fnu"),
+    **{"F64": (8, "float64"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16")},
+    **{"I64": (8, "int64"), "I32": (4, "int32"), "I16": (2, "int16"), "I8": (1, "int8"), "BOOL": (1, "bool")},
+    **{"U64": (8, "uint64"), "U32": (4, "uint32"), "U16": (2, "uint16"), "U8": (1, "uint8")},
+    **{"F8_E4M3": (1, "float8_e4m3fn"), "F8_E5M2": (1, "float8_e5m2"), "F8_E8M0": (1, "float8_e8m0fnu")},
     "C64": (8, "complex64"),
 }
 DTYPE_BYTES = {stored: width for stored, (width, _) in KNOWN_DTYPES.items()}
@@ -49,10 +37,7 @@ OTHER_WEIGHTS = (*PICKLES, ".gguf", ".h5", ".msgpack", ".onnx")  # neither downl
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The place of one tensor in a file, and its name there.
-
-    start, stop: byte offsets in the file; equal where no value is stored: all are zero.
-    """
+    """Where a tensor is in a file, and its name there; start is stop where no value is stored: all are zero."""
 
     name: str
     file: str
@@ -106,18 +91,14 @@ def check_entries(folder: Path) -> None:
 
 
 def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Return every tensor that transformers would read from ``folder``, by its name in the file, and warnings.
-
-    Raises UserError where weights are missing, or a file lacks what the index says of it.
-    """
+    """Return every tensor that transformers would read from ``folder``, by its name in the file, and warnings."""
+    has_index = (folder / INDEX).exists()
     if (folder / WEIGHTS).exists():
         shards = sorted(path.name for path in folder.glob("*.safetensors") if path.name != WEIGHTS)
-        warning = (
-            f"{WEIGHTS} lies beside {INDEX} and its shards ({_some(shards)}); {WEIGHTS} counts, as for transformers:"
-            " remove what is not meant"
-        )
-        return read_header(folder, WEIGHTS), [warning] if shards and (folder / INDEX).exists() else []
-    if not (folder / INDEX).exists():
+        warning = f"{WEIGHTS} lies beside {INDEX} and its shards ({_some(shards)}); {WEIGHTS} counts, as for"
+        warnings = [f"{warning} transformers: remove what is not meant"] if shards and has_index else []
+        return read_header(folder, WEIGHTS), warnings
+    if not has_index:
         raise _no_weights(folder)
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -150,10 +131,7 @@ def _some(names: list[str]) -> str:
 
 
 def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:
-    """Return the tensors of one safetensors file from its header, which safetensors checks against the file.
-
-    Raises UserError for a broken file.
-    """
+    """Return the tensors of one safetensors file from its header, which safetensors checks against the file."""
     from safetensors import SafetensorError, safe_open
 
     path = folder / name
@@ -166,7 +144,7 @@ def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:
         for key, entry in header.items():
             start, stop = (8 + length + offset for offset in entry["data_offsets"])
             tensors[key] = TensorInfo(key, name, entry["dtype"], tuple(entry["shape"]), start, stop)
-            if entry["dtype"] not in DTYPE_BYTES:
+            if entry["dtype"] not in KNOWN_DTYPES:
                 raise ValueError(f"{key} has the unknown dtype {entry['dtype']}")
         return tensors
     except (SafetensorError, ValueError, KeyError) as error:
@@ -182,28 +160,21 @@ def _no_weights(folder: Path) -> UserError:
             f"{folder} holds {', '.join(others[:3])}, but neither {WEIGHTS} nor {INDEX}; transformers reads no other"
             f" name, so rename a single file to {WEIGHTS}, and download the index of several"
         )
+    content = f"only pickle weights ({', '.join(pickles[:3])})" if pickles else f"neither {WEIGHTS} nor {INDEX}"
     return UserError(
-        f"{folder} holds "
-        + (f"only pickle weights ({', '.join(pickles[:3])})" if pickles else f"neither {WEIGHTS} nor {INDEX}")
-        + "; pickle can run code when opened, so it is not read here:"
+        f"{folder} holds {content}; pickle can run code when opened, so it is not read here:"
         " AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(NEW) writes safetensors"
     )
 
 
 def fetch_weights(repo: str, revision: str | None) -> Path:
-    """Return the snapshot of a hub id with its weights, downloaded if necessary, without pickle weights.
-
-    Raises UserError where it cannot be had.
-    """
+    """Return the snapshot of a hub id with its weights, downloaded if necessary, without pickle weights."""
     unwanted = ["original/*", "consolidated*", *(f"*{suffix}" for suffix in OTHER_WEIGHTS)]
     return _snapshot(repo, revision, ignore_patterns=unwanted)
 
 
 def resolve_json(source: str, revision: str | None) -> tuple[Path, bool]:
-    """Return a checkpoint's folder, and whether it is local. Of a hub id only the .json files are downloaded.
-
-    Raises UserError where it does not exist.
-    """
+    """Return a checkpoint's folder, and whether it is local. Of a hub id only the .json files are downloaded."""
     if not source.strip():
         raise UserError("the name of the checkpoint is empty; name a folder or a hub id")
     path = resolved(source)
@@ -243,9 +214,6 @@ def _snapshot(repo: str, revision: str | None, **patterns: Any) -> Path:
         raise UserError(
             f"{repo} is not a local folder and cannot be downloaded from the hub: {str(error).splitlines()[0]}"
         ) from None
-
-
-# ---- dtypes ----
 
 
 def torch_dtype(stored: str) -> "torch.dtype":

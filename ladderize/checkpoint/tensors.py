@@ -3,8 +3,7 @@
 import hashlib
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from ladderize.errors import UserError
 from ladderize.families.base import Decoder, everywhere
 from ladderize.families.registry import known_family
 from ladderize.files.regular import open_regular
+from ladderize.files.temporaries import fsync
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,6 @@ def read_tensor(
 
     folder: the folder that ``info.file`` is relative to.
     dtype: None keeps the stored one.
-    Raises UserError for a file that became shorter since its header was read.
     """
     import torch
     from safetensors import SafetensorError, safe_open
@@ -71,18 +70,19 @@ def shorter(path: Path) -> UserError:
     return UserError(f"{path} became shorter while it was read; nothing was written, read it again")
 
 
-def bytes_of(tensor: "Tensor") -> memoryview:
-    """Return a tensor's values as a safetensors file stores them."""
+def write_file(
+    path: Path,
+    tensors: Iterable[tuple[str, str, Sequence[int]]],
+    chunks: "Callable[[str], Iterable[Tensor]]",
+    advance: Callable[[int], object] = lambda count: None,
+) -> None:
+    """Write a safetensors file: its header, and the values of each tensor in turn.
+
+    tensors: name, safetensors dtype and shape; wide dtypes first, so that each is aligned.
+    chunks: returns the values of a tensor, by its name, some at a time, on any device.
+    """
     import torch
 
-    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
-
-
-def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
-    """Return the beginning of a safetensors file: the length of its header, and the header.
-
-    tensors: (name, safetensors dtype, shape), in the order in which their values follow.
-    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors:
@@ -90,7 +90,11 @@ def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    return len(encoded).to_bytes(8, "little") + encoded
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name in [*header][1:]:
+            for chunk in chunks(name):
+                advance(file.write(chunk.cpu().reshape(-1).view(torch.uint8).numpy().data))
 
 
 def write_tensors(
@@ -102,29 +106,22 @@ def write_tensors(
 
     safetensors' own save_file wants all tensors in memory at once. On any error no file is left.
 
-    infos: name -> (dtype, shape) of each: floats and integers of any shape, 0-d too.
-    produce: may return a tensor on any device, not contiguous.
-    Raises UserError where the system cannot write, for example on a full disk; ValueError for a tensor that is not as
-    announced.
+    infos: name -> (dtype, shape) of each.
     """
-    # wide elements first, so that each tensor is aligned
-    ordered = sorted(infos, key=lambda name: -infos[name][0].itemsize)
-    header = encode_header(
-        (name, STORED_NAMES[str(infos[name][0])[len("torch.") :]], infos[name][1]) for name in ordered
-    )
+
+    def announced(name: str) -> "Iterator[Tensor]":
+        tensor = produce(name).detach()
+        dtype, shape = infos[name]
+        if (tensor.dtype, tuple(tensor.shape)) != (dtype, tuple(shape)):
+            actual = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{name} was declared as {dtype} {list(shape)}, but is {actual}")
+        yield tensor
+
+    ordered = sorted(infos.items(), key=lambda item: -item[1][0].itemsize)
+    stored = [(name, STORED_NAMES[str(dtype).removeprefix("torch.")], shape) for name, (dtype, shape) in ordered]
     try:
-        with path.open("wb") as file:
-            file.write(header)
-            for name in ordered:
-                dtype, shape = infos[name]
-                tensor = produce(name).detach()
-                if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-                    raise ValueError(
-                        f"{name} was declared as {dtype} {list(shape)}, but is {tensor.dtype} {list(tensor.shape)}"
-                    )
-                file.write(bytes_of(tensor))
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(path, stored, announced)
+        fsync(path)
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, OSError):
@@ -133,8 +130,7 @@ def write_tensors(
 
 
 def locate_tensors(path: Path) -> dict[str, TensorInfo]:
-    """Return the places of a file's tensors, with its absolute path, as ``Changes.replace`` takes them; raises
-    UserError for a broken file."""
+    """Return the places of a file's tensors, with its absolute path, as ``Changes.replace`` takes them."""
     path = path.resolve()
     return {name: replace(info, file=str(path)) for name, info in read_header(path.parent, path.name).items()}
 
@@ -143,10 +139,7 @@ FINGERPRINT_BYTES = 4096  # of each tensor
 
 
 def dense_function(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a config that decides the model's dense function, with defaults filled in.
-
-    Keys that only some families have count where their values differ from a plain Llama's.
-    """
+    """Return what decides a model's dense function; what only some families have where it is not a plain Llama's."""
     family = known_family(config)
     full, decoder = family.complete(config), family.describe(config)
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
@@ -164,8 +157,8 @@ def dense_function(config: Mapping[str, Any]) -> dict[str, Any]:
 def fingerprint(checkpoint: Checkpoint) -> str:
     """Return a sha256 of names, dtypes, shapes and a few values of every tensor, independent of the shards.
 
-    The values are those in the middle of each tensor, which distinguish two fine-tunes without reading gigabytes. The
-    config's dense function counts; its layout does not.
+    The values in the middle of each distinguish two fine-tunes without reading gigabytes. The config's dense function
+    counts; its layout does not.
     """
     digest = hashlib.sha256(json.dumps(dense_function(checkpoint.config), sort_keys=True).encode())
     with ExitStack() as stack:

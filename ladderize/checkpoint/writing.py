@@ -24,8 +24,7 @@ from ladderize.checkpoint.reading import (
     TensorInfo,
     torch_dtype,
 )
-from ladderize.checkpoint.tensors import bytes_of, encode_header, read_tensor, shorter
-from ladderize.console import SILENT, Console
+from ladderize.checkpoint.tensors import read_tensor, shorter, write_file
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.documents import read_json
@@ -39,10 +38,7 @@ READ_AT_ONCE = 1 << 20  # bytes; malloc reuses pieces of this size
 
 
 class Move(NamedTuple):
-    """A permutation of equal blocks of a tensor's rows (axis 0) or columns (axis 1).
-
-    order: the block at position p was at ``order[p]``.
-    """
+    """A permutation of equal blocks of a tensor's rows (axis 0) or columns: block p was at ``order[p]``."""
 
     order: tuple[int, ...]
     axis: int
@@ -50,13 +46,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file to write.
-
-    name: in the file.
-    dtype: the safetensors dtype to store.
-    source: the present place of its values.
-    move: the permutation of its rows or columns.
-    """
+    """One tensor of a file to write, in the safetensors ``dtype``; its values are in ``source`` now."""
 
     name: str
     dtype: str
@@ -70,10 +60,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shard:
-    """A safetensors file of the output, with its tensors in the order of the file.
-
-    rewritten: False where it is the source's own file.
-    """
+    """A safetensors file of the output, with its tensors in their order; if not rewritten, the source's own."""
 
     file: str
     entries: tuple[Entry, ...]
@@ -99,11 +86,9 @@ def plan_shards(
     replace: tensors with values from elsewhere, which do not move; they are stored in the dtype of those that they
     replace. An LM head that the checkpoint lacks goes beside the embedding, as it is.
     config: the output's, where it is not the checkpoint's.
-    Raises UserError if one does not fit.
     """
     moves, replace = moves or {}, replace or {}
-    if replace:
-        _check_replacements(checkpoint, replace, expected_tensors(config or checkpoint.config))
+    _check_replacements(checkpoint, replace, config or checkpoint.config)
     files: dict[str, list[Entry]] = {name: [] for name in checkpoint.weight_files}
     changed = set()
     for name, old in checkpoint.tensors.items():
@@ -122,93 +107,51 @@ def plan_shards(
     ]
 
 
-def _check_replacements(
-    checkpoint: Checkpoint, replace: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
+def _check_replacements(checkpoint: Checkpoint, replace: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> None:
     """Raise UserError unless each replacement is a float tensor with the shape of one of the output's."""
+    shapes = expected_tensors(config)
     for name, new in replace.items():
+        task = f"{new.file} is to replace {name}"
         if name not in shapes:
-            raise UserError(f"{new.file} is to replace {name}, but {checkpoint.folder} has no such tensor")
-        wanted = shapes[name]
-        if new.shape != wanted or new.dtype not in FLOAT_DTYPES:
-            raise UserError(
-                f"{new.file} is to replace {name}, but is {new.dtype} {list(new.shape)} instead of floats"
-                f" {list(wanted)}"
-            )
-
-
-def write_checkpoint(
-    source: Path,
-    shards: Sequence[Shard],
-    out: Path,
-    *,
-    copied: Mapping[str, Path],
-    texts: Mapping[str, str],
-    copy: bool = False,
-    overwrite: bool = False,
-    check: Callable[[Path], None] = lambda folder: None,
-    console: Console = SILENT,
-) -> Counter[str]:
-    """Write a checkpoint; return how many weight files were linked, copied and rewritten.
-
-    source: the folder that weights come from.
-    copied: name -> the file that is copied byte for byte.
-    texts: name -> the text of a file.
-    copy: copy unchanged weight files instead of hard-linking them.
-    check: receives the finished folder before it appears as ``out``; if it raises, nothing appears.
-    Raises UserError where the disk is full or fails.
-    """
-    total = sum(shard.nbytes for shard in shards)
-    with output.atomic_folder(out, overwrite=overwrite) as folder:
-        with console.progress("writing weights", total, is_bytes=True) as advance:
-            how = write_weights(source, shards, folder, copy=copy, advance=advance)
-        for name, path in copied.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, folder / name)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        check(folder)
-    return how
+            raise UserError(f"{task}, but {checkpoint.folder} has no such tensor")
+        if new.shape != shapes[name] or new.dtype not in FLOAT_DTYPES:
+            raise UserError(f"{task}, but is {new.dtype} {list(new.shape)} instead of floats {list(shapes[name])}")
 
 
 def write_weights(
     source: Path, shards: Sequence[Shard], folder: Path, *, copy: bool, advance: Callable[[int], None]
 ) -> Counter[str]:
-    """Write the weight files and their index; return how many were linked, copied and rewritten."""
-    how = Counter[str]()
+    """Write the weight files and their index; return how many were linked, copied and rewritten.
+
+    copy: copy unchanged weight files instead of hard-linking them.
+    """
+    ways = Counter[str]()
     with ThreadPoolExecutor(1) as behind:
         on_disk = []
         for shard in shards:
             if shard.rewritten:
-                write_shard(source, shard, folder / shard.file, advance)
-                how["rewritten"] += 1
+                entries = {entry.name: entry for entry in shard.entries}
+                tensors = [(entry.name, entry.dtype, entry.source.shape) for entry in shard.entries]
+                write_file(folder / shard.file, tensors, lambda name: _values(entries[name], source), advance)  # noqa: B023
+                ways["rewritten"] += 1
             else:
-                how[output.transfer(source / shard.file, folder / shard.file, copy=copy, advance=advance)] += 1
+                ways[output.transfer(source / shard.file, folder / shard.file, copy=copy, advance=advance)] += 1
             on_disk.append(behind.submit(fsync, folder / shard.file))  # syncs while the next file is written
         for done in on_disk:
             done.result()  # Linux reports a disk error only once: the fsync at the end would not see it
     if [shard.file for shard in shards] != [WEIGHTS]:
         weight_map = {entry.name: shard.file for shard in shards for entry in shard.entries}
-        if "rewritten" not in how and read_json(source / INDEX).get("weight_map") == weight_map:
+        if "rewritten" not in ways and read_json(source / INDEX).get("weight_map") == weight_map:
             shutil.copyfile(source / INDEX, folder / INDEX)
         else:
             total = sum(shard.nbytes for shard in shards)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return how
+    return ways
 
 
-def write_shard(source: Path, shard: Shard, path: Path, advance: Callable[[int], None]) -> None:
-    """Stream the tensors of one shard from their places into ``path``."""
-    with path.open("xb") as writer:
-        writer.write(encode_header((entry.name, entry.dtype, entry.source.shape) for entry in shard.entries))
-        for entry in shard.entries:
-            for part in _parts(entry, source):
-                advance(writer.write(bytes_of(_cast(part, entry))))
-
-
-def _parts(entry: Entry, folder: Path) -> "Iterator[Tensor]":
-    """Yield a tensor's values in the order in which they are stored, some rows at a time.
+def _values(entry: Entry, folder: Path) -> "Iterator[Tensor]":
+    """Yield a tensor's values as they are stored, some rows at a time.
 
     Each is valid until the next one: they share a buffer, since fresh memory costs more than the copy.
     """
@@ -216,7 +159,7 @@ def _parts(entry: Entry, folder: Path) -> "Iterator[Tensor]":
 
     info, move = entry.source, entry.move
     if not info.nbytes:
-        yield read_tensor(folder, info)
+        yield _cast(read_tensor(folder, info), entry)
         return
     shape = info.shape or (1,)
     blocks = move.order if move is not None and move.axis == 0 else (0,)
@@ -232,10 +175,10 @@ def _parts(entry: Entry, folder: Path) -> "Iterator[Tensor]":
                 if file.readinto(memoryview(buffer)[: count * width]) != count * width:
                     raise shorter(folder / info.file)
                 values = torch.frombuffer(buffer, dtype=torch_dtype(info.dtype))
-                part = values[: count * values.numel() * width // len(buffer)].view(count, *shape[1:])
+                chunk = values[: count * values.numel() * width // len(buffer)].view(count, *shape[1:])
                 if columns is not None:
-                    part = part.unflatten(1, (len(columns), -1))[:, columns].flatten(1)
-                yield part
+                    chunk = chunk.unflatten(1, (len(columns), -1))[:, columns].flatten(1)
+                yield _cast(chunk, entry)
 
 
 def _cast(values: "Tensor", entry: Entry) -> "Tensor":

@@ -23,7 +23,7 @@ def config_values(ctx: typer.Context, path: Path | None) -> Path | None:
         return path
     from ladderize.files.parsing import read_yaml
 
-    document = read_yaml(path, what="--config ")
+    document = read_yaml(path, option="--config ")
     if not isinstance(document, dict):
         raise UserError(f"--config {path} holds no options; write lines such as 'seed: 7'")
     given = given_parameters(ctx.command, ctx.info_name, document, f"--config {path}")

@@ -1,12 +1,8 @@
-"""``calibrate``."""
+"""Time this machine, and show the figures that were fitted."""
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ladderize
-from ladderize.choices import AS_JSON, option
-from ladderize.commands.builder import MEMORY, OUTPUT, GivenOptions, command
 from ladderize.commands.shared import LOADING, runtime_device, start_server
 from ladderize.console import Console
 from ladderize.files.documents import check_writable
@@ -16,35 +12,18 @@ if TYPE_CHECKING:
     from ladderize.plan.calibrate import CalibrationDocument
 
 
-@dataclass(frozen=True)
-class CalibrateArguments:
-    out: Path = option("The JSON file to write; --hardware and --link take it.", ..., metavar="FILE")
-    as_json: bool = option(AS_JSON, False)
-
-
-@command(
-    CalibrateArguments,
-    CalibrateOptions,
-    panels={
-        OUTPUT: "out json",
-        MEMORY: "tp_size backend dtype device threads hardware",
-    },
-)
-def calibrate(given: GivenOptions) -> None:
+def calibrate(options: CalibrateOptions) -> None:
     """Measure a device and a link in a minute, for plan and for bench --emulate-tp."""
-    arguments = given.fill(CalibrateArguments)
-    console = Console(arguments.as_json)
-    options = given.fill(CalibrateOptions, device=given.params["device"] or "cpu")
-    check_writable(arguments.out, inputs=[options.hardware])
+    console = Console(options.as_json)
+    check_writable(options.out, inputs=[options.hardware])
     with console.stage(LOADING):
         start_server(max(options.tp_sizes))
-        device = runtime_device(given.params["device"], options.backend, options.threads, max(options.tp_sizes))
-    options = given.fill(CalibrateOptions, device=device)
-    document = ladderize.calibrate(options, out=arguments.out, console=console)
+        runtime_device(options.device, options.backend, options.threads, max(options.tp_sizes))
+    document = ladderize.calibrate(options, console=console)
     console.document(document.to_dict())
     figures = _figures(document)
     console.table([{"figure": name, "value": value} for name, value in figures.items()], right=["value"])
-    console.note(f"wrote {arguments.out}")
+    console.note(f"wrote {options.out}")
 
 
 def _figures(document: "CalibrationDocument") -> dict[str, str]:

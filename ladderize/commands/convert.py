@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ladderize.adapt.layers.options import HEADS, NEURONS, AssignOptions, assign_names, check_assign
+from ladderize.adapt.layers.options import AssignOptions, assign_names, check_assign
 from ladderize.choices import (
     AS_JSON,
     DEVICE,
@@ -19,14 +19,13 @@ from ladderize.choices import (
     option,
 )
 from ladderize.commands.shared import LOADING, start_on
-from ladderize.console import Console, human_bytes
+from ladderize.console import Console
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import RangeSyntaxError, format_ranges
 
 if TYPE_CHECKING:
-    from ladderize.convert.pipeline import ConversionReport
-    from ladderize.convert.plan import Changes
+    from ladderize.convert.plan import Changes, ConversionReport
 
 SHARING, WEIGHTS = "Who shares a rank", "Weights"  # titles of the help
 
@@ -94,18 +93,8 @@ def convert(options: ConvertOptions) -> None:
     if options.dry_run:
         console.table(report.layers, right=["layer"])
         console.result("")
-    console.result(f"layout   {_layout_in_words(report)}")
-    size, files = human_bytes(report.weight_bytes), len(report.weight_files)
-    console.result(f"weights  {size} in {files} files, {_weights_in_words(report)}")
-    for title, layers in {HEADS: report.moved_heads, NEURONS: report.moved_neurons}.items():
-        if layers:
-            console.result(f"{title:<8} reordered in layers {format_ranges(layers)}")
-    if options.dry_run:
-        names = [*report.weight_files, *report.carried_over, *report.extra_files]
-        names.append("config.json, README.md, ladderize.yaml and the model code")
-        console.result(f"files    {', '.join(names)}")
-    if report.not_carried_over:
-        console.result(f"skipped  {', '.join(report.not_carried_over)} (not carried over)")
+    for line in report.lines():
+        console.result(line)
     console.result(f"{'would write' if options.dry_run else 'wrote'} {options.out}")
 
 
@@ -144,16 +133,3 @@ def _converted(options: ConvertOptions, console: Console) -> "ConversionReport":
     assigning = AssignOptions(assign=options.assign, data=options.data, device=device)
     assignment = assign_ranks(options.src, recipe, assigning, revision=options.revision, console=console)
     return converted(Changes(assignment=assignment))
-
-
-def _layout_in_words(report: "ConversionReport") -> str:
-    if report.layout == report.layout_before:
-        return report.layout
-    return f"{report.layout_before} -> {report.layout.partition(' layers: ')[2]}"
-
-
-def _weights_in_words(report: "ConversionReport") -> str:
-    if report.weights is not None:
-        return " and ".join(f"{count} {way}" for way, count in report.weights.items())
-    rewritten = len(report.weight_files_rewritten)
-    return f"{rewritten} to be rewritten, {len(report.weight_files) - rewritten} to be taken over as they are"

@@ -32,29 +32,7 @@ def inspect(options: InspectOptions) -> None:
     if options.layers:
         console.table(report.layers, right=["layer"])
         console.result("")
-    console.result(f"model       {report.model} ({report.model_type})")
-    console.result(f"layout      {report.layout}")
-    console.result(f"parameters  {report.parameters:,} stored as {report.dtype}")
-    sizes = ", ".join(map(str, report.tp_sizes))
-    if report.sync_tp_size is not None:
-        sizes += f"; in groups, on ladderize's runtime, multiples of {report.sync_tp_size}"
-    console.result(f"heads       {report.num_attention_heads}, KV heads {report.num_key_value_heads}; TP sizes {sizes}")
-    if report.quantisation is not None:
-        console.prose(f"quantised   {report.quantisation}", indent=12)
-    for retraining in report.retrainings:
-        console.prose(f"retrained   {retraining.summary()}", indent=12)
+    for line in report.lines():
+        console.prose(line, indent=12)
     console.result(f"\nper token, on each of {report.tp_size} ranks:")
-    dense, this = report.dense.to_dict(), report.this.to_dict()
-    rows = [
-        {"": name, "dense": dense[key], "this layout": this[key]}
-        for name, key in (
-            ("blocking all-reduces", "blocking"),
-            ("overlapped all-reduces", "overlapped"),
-            ("delayed all-reduces", "delayed"),
-            ("dropped sync points", "dropped"),
-            ("bytes reduced", "reduced_bytes"),
-            ("bytes sent (ring)", "sent_bytes"),
-            ("of these, waited for", "exposed_sent_bytes"),
-        )
-    ]
-    console.table(rows, right=["dense", "this layout"])
+    console.table(report.rows(), right=["dense", "this layout"])

@@ -52,7 +52,7 @@ def is_typed(context: typer.Context, name: str) -> bool:
 
 def read_config(kind: type, path: Path) -> dict[str, Any]:
     """Return the values of fields in a file of --config. Raises UserError for a file that does not fit."""
-    document = read_yaml(path, what="--config ")
+    document = read_yaml(path, option="--config ")
     if not isinstance(document, dict):
         raise UserError(f"--config {path} holds no options; write lines such as 'seed: 7'")
     return field_values(kind, document, f"--config {path}")

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from glob import has_magic
 from typing import TYPE_CHECKING, Any
 
-from ladderize.adapt.data_files import HUB, data_files, split_weight
-from ladderize.checkpoint.opening import open_sound_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.choices import BackendName, DeviceName, flag
 from ladderize.commands.builder import GivenOptions
 from ladderize.console import Console
+from ladderize.data.files import HUB, data_files, split_weight
 from ladderize.errors import UserError
 from ladderize.families.registry import find_family
 from ladderize.files.regular import split_name
@@ -39,7 +39,7 @@ def check_named_models(params: Mapping[str, Any]) -> None:
     """Raise UserError or LayoutError for models that are not sound, or that the ranks cannot share. Needs no torch."""
     models = [*(params.get("models") or ()), params.get("model"), params.get("distill_from")]
     for model in filter(None, models):
-        config = open_sound_checkpoint(model, params.get("revision")).config
+        config = open_checkpoint(model, params.get("revision"), sound="any").config
         if find_family(config) is None:
             continue
         for name in ("tp_size", "emulate_tp", "sync_tp_size"):
@@ -116,11 +116,11 @@ def command_line(*words: object) -> str:
 
 def show_layers(console: Console, document: "LayersDocument") -> None:
     """Print what happened to each layer, and the measures of the model before and after."""
-    from ladderize.adapt.layers.document import MEANINGS
+    from ladderize.adapt.layers.document import METHODS
 
     rows = [report.row() for report in document.layers]
     console.table(rows, right=[next(iter(rows[0]))])
-    console.prose(MEANINGS[document.method])
+    console.prose(METHODS[document.method].errors)
     console.result("")
     console.table(document.measured_rows(), right=["perplexity", "stderr", "KL to dense"])
     console.prose(document.target)

@@ -38,25 +38,11 @@ LIES_IN = {
 }
 
 
-def kv_order(order: Sequence[int], kv_heads: int) -> tuple[int, ...]:
-    """Return the order of KV heads that an order of query heads implies."""
-    group = len(order) // kv_heads
-    return tuple(order[j * group] // group for j in range(kv_heads))
-
-
-def neuron_order(ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the order that puts each neuron into the block of its rank: position p holds the old neuron ``order[p]``.
-
-    ranks: of each neuron.
-    """
-    return tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
-
-
 def check_order(order: Sequence[int], heads: int, kv_heads: int) -> None:
     """Raise UserError unless ``order`` is a permutation of the heads that keeps KV groups together."""
     group = heads // kv_heads
-    groups = [{head // group for head in order[first : first + group]} for first in range(0, heads, group)]
-    if sorted(order) != list(range(heads)) or any(len(members) > 1 for members in groups):
+    groups = {(position // group, head // group) for position, head in enumerate(order)}
+    if sorted(order) != list(range(heads)) or len(groups) > kv_heads:
         raise UserError(
             f"its order is not a permutation of the heads 0 to {heads - 1} in which the {group} heads of each KV head"
             " stay together"
@@ -83,13 +69,8 @@ class AssignmentReport(Record):
 
 @dataclass(frozen=True)
 class RankAssignment(Record):
-    """The heads and neurons that share a virtual rank in some layers of one model: the content of assignment.json.
-
-    fingerprint: of the model that it was computed for.
-    heads: layer -> head order.
-    neurons: layer -> the rank of each neuron.
-    report: of layers that were computed by ``assign_ranks``.
-    """
+    """The heads and neurons that share a virtual rank in some layers of one model, by its fingerprint: the content of
+    assignment.json. By layer: the order of heads, the rank of each neuron, and what ``assign_ranks`` lost."""
 
     sync_tp_size: int
     fingerprint: str
@@ -110,9 +91,9 @@ class RankAssignment(Record):
             value = {**value, "neurons": {key: _numbers(line, f"{where}: {key}") for key, line in lines.items()}}
         return super().from_dict(value, where)
 
-    def moved(self, what: Mapping[int, Sequence[int]]) -> list[int]:
+    def moved(self, orders: Mapping[int, Sequence[int]]) -> list[int]:
         """Return the layers of ``heads`` or ``neurons`` in which something changes its place."""
-        return sorted(layer for layer, numbers in what.items() if list(numbers) != sorted(numbers))
+        return sorted(layer for layer, numbers in orders.items() if list(numbers) != sorted(numbers))
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Raise UserError unless everything fits a model with this config."""
@@ -130,15 +111,18 @@ class RankAssignment(Record):
                 raise UserError(f"the assignment does not fit layer {layer}: {error}") from None
 
     def layer_moves(self, layer: int, config: Mapping[str, Any]) -> dict[str, Move]:
-        """Return the move of every tensor of a layer that moves, by its name within it. Biases that the model lacks are
-        named too."""
+        """Return the move of every tensor of a layer that moves, by its name within it, also of biases that the model
+        lacks."""
         orders: dict[str, tuple[int, ...]] = {}
-        if (heads := self.heads.get(layer)) is not None:
-            orders |= {"heads": tuple(heads), "kv_heads": kv_order(heads, kv_head_count(config))}
-        if (neurons := self.neurons.get(layer)) is not None:
-            orders["neurons"] = neuron_order(neurons)
-        changed = {what: order for what, order in orders.items() if order != tuple(range(len(order)))}
-        return {name: Move(changed[what], axis) for name, (what, axis) in LIES_IN.items() if what in changed}
+        if layer in self.heads:
+            heads = self.heads[layer]
+            group = len(heads) // kv_head_count(config)
+            orders |= {"heads": tuple(heads), "kv_heads": tuple(head // group for head in heads[::group])}
+        if layer in self.neurons:  # those of a rank keep their order
+            ranks = self.neurons[layer]
+            orders["neurons"] = tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
+        changed = {kind: order for kind, order in orders.items() if order != tuple(range(len(order)))}
+        return {name: Move(changed[kind], axis) for name, (kind, axis) in LIES_IN.items() if kind in changed}
 
     def moves(self, config: Mapping[str, Any]) -> dict[str, Move]:
         """Return the move of every tensor of a checkpoint that moves, by its full name."""
@@ -151,10 +135,8 @@ class RankAssignment(Record):
     def permuted(
         self, layer: int, weights: Mapping[str, "torch.Tensor"], config: Mapping[str, Any]
     ) -> dict[str, "torch.Tensor"]:
-        """Return one layer's tensors in their new order; a tensor that does not move is not copied.
-
-        weights: by name within the layer, such as ``self_attn.q_proj.weight``.
-        """
+        """Return one layer's tensors, by name within the layer, in their new order; a tensor that does not move is not
+        copied."""
         import torch
 
         moved = dict(weights)
@@ -176,10 +158,10 @@ def _numbers(line: Any, where: str) -> list[int]:
 def read_assignment(path: Path) -> RankAssignment:
     """Return the assignment in an assignment.json. Raises UserError for a malformed one; ``RankAssignment.check`` says
     if it fits a model."""
-    found = RankAssignment.from_dict(read_document(path, "rank assignment"), path)
-    if found.sync_tp_size < 1:
-        raise UserError(f"{path}: sync_tp_size is {found.sync_tp_size}, but must be a positive integer")
-    return found
+    assignment = RankAssignment.from_dict(read_document(path, "rank assignment"), path)
+    if assignment.sync_tp_size < 1:
+        raise UserError(f"{path}: sync_tp_size is {assignment.sync_tp_size}, but must be a positive integer")
+    return assignment
 
 
 def assignment_of(checkpoint: Checkpoint) -> RankAssignment | None:

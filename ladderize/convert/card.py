@@ -1,5 +1,4 @@
-"""The model card (README.md) of an output: the source's front matter merged with ours, and a description of the
-conversion."""
+"""The model card (README.md) of an output: the source's front matter with ours, and what the conversion did."""
 
 import json
 from collections.abc import Iterator
@@ -15,28 +14,24 @@ from ladderize.convert.plan import Plan
 from ladderize.families.registry import family_of
 from ladderize.files.parsing import MAX_YAML_BYTES, parse_yaml
 from ladderize.files.regular import read_bytes
-from ladderize.layout import ATTENTION_MODES, Layout, format_ranges, usual_ranks
+from ladderize.layout import MODES, Layout, format_ranges, usual_ranks
 
 MARK = "<!-- written by ladderize convert -->"  # distinguishes our cards from those that people write
-TAGS = {"ladder": "ladder-residual", "delayed": "delayed-tensor-parallelism", "spd": "sync-point-drop"}
 
 
 def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
     """Return a card's YAML front matter and its body; ({}, text) where there is no readable front matter."""
     text = text.replace("\r\n", "\n")
-    if text.startswith("---\n") and 0 < (end := text.find("\n---", 4)) <= MAX_YAML_BYTES:
-        try:
-            data = parse_yaml(text[4 : end + 1])
-        except ValueError:
-            data = None
-        if isinstance(data, dict):
-            return data, text[end + 4 :].lstrip("-\n")
-    return {}, text
+    end = text.find("\n---", 4) if text.startswith("---\n") else -1
+    try:
+        data = parse_yaml(text[4 : end + 1]) if 0 < end <= MAX_YAML_BYTES else None
+    except ValueError:
+        data = None
+    return (data, text[end + 4 :].lstrip("-\n")) if isinstance(data, dict) else ({}, text)
 
 
 def source_card(folder: Path) -> Path | None:
-    """Return the card that the source's authors wrote: README.md, or, where that is ours, the original kept with it;
-    None where there is none."""
+    """Return the card that the source's authors wrote: README.md, or, where that is ours, the one kept with it."""
     readme, kept = folder / "README.md", folder / "README.source.md"
     if readme.is_file() and MARK.encode() not in read_bytes(readme):
         return readme
@@ -46,10 +41,10 @@ def source_card(folder: Path) -> Path | None:
 def make_card(plan: Plan) -> str:
     """Return the text of README.md."""
     header = yaml.safe_dump(_front_matter(plan), sort_keys=False, allow_unicode=True).strip()
-    paragraphs = [f"---\n{header}\n---", MARK, f"# {printable(plan.out.name)}"]
+    paragraphs = [f"---\n{header}\n---", MARK, f"# {printable(Path(plan.report.out).name)}"]
     name = family_of(plan.source.config).class_prefix
     again = "" if plan.before.is_dense else f" (which was: {plan.before})"
-    made_of = f"made of {code_span(plan.source_name)}{again} with ladderize {__version__}"
+    made_of = f"made of {code_span(plan.report.source)}{again} with ladderize {__version__}"
     if plan.after.is_dense:
         paragraphs.append(f"A dense {name}, {made_of}. Every sync point is blocking; any tool for a {name} reads it.")
     else:
@@ -68,33 +63,31 @@ def _front_matter(plan: Plan) -> dict[str, Any]:
     card = readme if readme.is_file() else source_card(plan.source.folder)
     front, _ = split_front_matter(card.read_text(encoding="utf-8-sig", errors="replace") if card is not None else "")
     tags = front.get("tags")
-    kept = [tag for tag in tags if tag not in ("ladderize", *TAGS.values())] if isinstance(tags, list) else []
-    ours = ["ladderize", *(tag for kind, tag in TAGS.items() if kind in str(plan.after))]
-    front |= {"library_name": "transformers", "tags": [*kept, *ours]}
+    of_modes = {mode.tag: mode.layers for mode in MODES.values() if mode.tag is not None}
+    kept = [tag for tag in tags if tag not in ("ladderize", *of_modes)] if isinstance(tags, list) else []
+    ours = [tag for tag, layers in of_modes.items() if layers in plan.after.kinds]
+    front |= {"library_name": "transformers", "tags": [*kept, "ladderize", *ours]}
     if plan.hub_id:
         front["base_model"] = plan.hub_id
-    if "license" not in front and "LICENSE" in plan.carried:
+    if "license" not in front and "LICENSE" in plan.report.carried_over:
         front |= {"license": "other", "license_link": "LICENSE"}
     return front
 
 
 def _layout(layout: Layout) -> str:
-    blocking, overlapped, delayed, dropped = map(layout.count, ATTENTION_MODES)
-    return (
-        f"**Layout.** {layout}: of {2 * layout.num_layers} sync points per token, {blocking} are blocking,"
-        f" {overlapped} overlapped\n(Ladder Residual, arXiv 2501.06589), {delayed} delayed (the same, but each rank"
-        f" reads its own\npart at once) and {dropped} dropped (Sync-Point Drop, arXiv 2502.20727)."
-    )
+    first, *others, last = (f"{layout.count(name)} {name}{mode.explained}" for name, mode in MODES.items())
+    counts = ", ".join([first.replace(" ", " are ", 1), *others]) + f" and {last}"
+    return f"**Layout.** {layout}: of {2 * layout.num_layers} sync points per token, {counts}."
 
 
 def _changes(plan: Plan) -> Iterator[str]:
-    """Yield paragraphs on weights that differ from the source's (apart from their dtype), the quantisation, and
-    warnings."""
-    moved = [f"{what} of layers {format_ranges(own)}" for what, own in plan.changes.moved.items() if own]
+    """Yield paragraphs on weights and config that differ from the source's, the quantisation, and warnings."""
+    moved = [f"{name} of layers {format_ranges(layers)}" for name, layers in plan.changes.moved.items() if layers]
     if moved:
         yield f"**Order.** The {' and the '.join(moved)} lie in another order, which changes nothing in a dense model."
-    if replaced := len(plan.changes.replace):
-        yield f"**Weights.** {replaced} tensors have other values than the source's; `ladderize.yaml` names them."
+    if plan.changes.replace:
+        number = len(plan.changes.replace)
+        yield f"**Weights.** {number} tensors have other values than the source's; `ladderize.yaml` names them."
     if plan.changes.config:
         stated = ", ".join(f"{key} is {json.dumps(value)}" for key, value in plan.changes.config.items())
         yield f"**Config.** Unlike the source's, {stated}."
@@ -102,14 +95,14 @@ def _changes(plan: Plan) -> Iterator[str]:
         yield f"**Quantisation.** {plan.quantisation.words}, as in the source."
     if plan.changes.note:
         yield plan.changes.note
-    for warning in plan.warnings:
+    for warning in plan.report.warnings:
         yield f"**Warning.** {warning[:1].upper()}{warning[1:]}."
 
 
 def _accuracy(plan: Plan) -> str:
     engine, better = "", ""
     if plan.quantisation is not None:
-        engine = "" if plan.quantisation.not_run is None else " --backend vllm"
+        engine = "" if plan.quantisation.not_run is None else " --engine vllm"
         better = f" Where it is worse than it may be,\n{QUANTISE_LAST}."
     return (
         "**Accuracy.** A conversion changes what the model computes. Measure this checkpoint\nbeside its source"
@@ -118,7 +111,7 @@ def _accuracy(plan: Plan) -> str:
 
 
 def _usage(plan: Plan) -> str:
-    name, layout = plan.out.name, plan.after
+    name, layout = Path(plan.report.out).name, plan.after
     limits = "Without the plugin vLLM computes the same (with\n`--trust-remote-code`), but nothing is overlapped."
     if layout.sync_tp_size is not None:
         limits = (

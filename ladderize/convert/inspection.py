@@ -5,35 +5,23 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ladderize.checkpoint.config import check_config, check_quantised, kv_head_count, parameter_count, stored_dtype
-from ladderize.checkpoint.opening import read_checkpoint, read_config
+from ladderize.checkpoint.opening import find_source, read_checkpoint
 from ladderize.checkpoint.quantised import plain_config, quantisation_of
-from ladderize.checkpoint.reading import DTYPE_BYTES, STORED_NAMES, resolve_json
+from ladderize.checkpoint.reading import DTYPE_BYTES, STORED_NAMES
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
 from ladderize.files.records import Record
-from ladderize.layout import (
-    BLOCKING,
-    DELAYED,
-    DROPPED,
-    OVERLAPPED,
-    Layout,
-    check_split,
-    format_ranges,
-    runnable_sizes,
-    usual_ranks,
-)
+from ladderize.layout import MODES, Layout, check_split, format_ranges, runnable_sizes, usual_ranks
 
 # ---- its history: documents that adapt and spd write beside the weights, and that conversions carry along ----
-
 ALIGNMENT, DISTILLATION = "alignment.json", "distillation.json"
 DOCUMENTS = (ALIGNMENT, DISTILLATION, "adaptation.json")  # in their usual order
 
 
 @dataclass(frozen=True)
 class Retraining(Record):
-    """One retraining of a checkpoint's weights.
+    """One retraining of a checkpoint's weights, those of ``model``.
 
-    model: the retrained one.
     left_by_alignment: the held-out divergence from the dense model, in nats per token; None unless an alignment came
     last.
     """
@@ -53,38 +41,31 @@ class Retraining(Record):
 
 
 def read_retrainings(folder: Path) -> list[Retraining]:
-    """Return the retrainings of the weights in a checkpoint's folder, in order; empty where there were none.
+    """Return the retrainings of the weights in a checkpoint's folder, in order.
 
-    A file of such a name that is not ladderize's is ignored.
-    Raises UserError for one of ours that is damaged.
+    A file of such a name that is not ladderize's is ignored; one of ours that is damaged is a UserError.
     """
-    found = []
+    retrainings = []
     for name in DOCUMENTS:
         path = folder / name
         content = read_json(path, advice="restore it, or remove it") if path.is_file() else {}
         if not {"ladderize_version", "model"} <= content.keys():
             continue  # another tool's, or an adapter's that names only its base
         try:
-            retraining = Retraining.from_dict(_told(name, content), path)
+            data, divergences = content["data"], content.get("heldout_divergence") or {}
+            layers = [entry["layer"] if isinstance(entry, dict) else entry for entry in content["layers"]]
+            fields = {
+                **{key: content[key] for key in ("method", "model", "layout")},
+                "teacher": content.get("teacher", content.get("distill_from")),
+                "layers": layers,
+                "data": data if isinstance(data, list) else [data["file"]],
+                "left_by_alignment": divergences.get("after") if name == ALIGNMENT else None,
+            }
         except (KeyError, TypeError, AttributeError):
             raise UserError(f"{path} is damaged; restore it, or remove it") from None
-        if retraining.layers:
-            found.append(retraining)
-    return found
-
-
-def _told(name: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a ``Retraining`` from the content of the document ``name``."""
-    divergences = content.get("heldout_divergence") or {}
-    return {
-        "method": content["method"],
-        "model": content["model"],
-        "teacher": content.get("teacher", content.get("distill_from")),
-        "layout": content["layout"],
-        "layers": [entry["layer"] if isinstance(entry, dict) else entry for entry in content["layers"]],
-        "data": content["data"] if isinstance(content["data"], list) else [content["data"]["file"]],
-        "left_by_alignment": divergences.get("after") if name == ALIGNMENT else None,
-    }
+        if layers:
+            retrainings.append(Retraining.from_dict(fields, path))
+    return retrainings
 
 
 # ---- what it communicates ----
@@ -116,9 +97,10 @@ class TokenCommunication(Record):
         message: bytes of a hidden state.
         """
         ring = 2 * (tp_size - 1) * message // tp_size
-        blocking, overlapped, delayed, dropped = map(layout.count, (BLOCKING, OVERLAPPED, DELAYED, DROPPED))
-        sent = blocking + overlapped + delayed
-        return cls(blocking, overlapped, delayed, dropped, sent * message, sent * ring, blocking * ring)
+        counts = {name: layout.count(name) for name in MODES}
+        sent = sum(counts[name] for name, mode in MODES.items() if mode.sends)
+        exposed = sum(counts[name] for name, mode in MODES.items() if mode.sends and not mode.hides)
+        return cls(**counts, reduced_bytes=sent * message, sent_bytes=sent * ring, exposed_sent_bytes=exposed * ring)
 
 
 @dataclass(frozen=True)
@@ -154,6 +136,29 @@ class InspectionReport(Record):
     quantisation: str | None = None
     refusal: str | None = None
 
+    def lines(self) -> list[str]:
+        """Return the model and its history for people, line by line."""
+        sizes = ", ".join(map(str, self.tp_sizes))
+        if self.sync_tp_size is not None:
+            sizes += f"; in groups, on ladderize's runtime, multiples of {self.sync_tp_size}"
+        quantised = [] if self.quantisation is None else [f"quantised   {self.quantisation}"]
+        return [
+            f"model       {self.model} ({self.model_type})",
+            f"layout      {self.layout}",
+            f"parameters  {self.parameters:,} stored as {self.dtype}",
+            f"heads       {self.num_attention_heads}, KV heads {self.num_key_value_heads}; TP sizes {sizes}",
+            *quantised,
+            *(f"retrained   {retraining.summary()}" for retraining in self.retrainings),
+        ]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of a table of what a token sends, beside the dense model's."""
+        keys = {f"{name} {'all-reduces' if mode.sends else 'sync points'}": name for name, mode in MODES.items()}
+        keys |= {"bytes reduced": "reduced_bytes", "bytes sent (ring)": "sent_bytes"}
+        keys["of these, waited for"] = "exposed_sent_bytes"
+        dense, this = self.dense.to_dict(), self.this.to_dict()
+        return [{"": name, "dense": dense[key], "this layout": this[key]} for name, key in keys.items()]
+
 
 def inspect_checkpoint(
     model: str | Path, *, revision: str | None = None, tp_size: int | None = None
@@ -163,10 +168,9 @@ def inspect_checkpoint(
 
     model: a folder or a hub id.
     tp_size: None: the layout's sync_tp_size, else 8, or the largest size below it that the model can be split into.
-    Raises UserError or LayoutError, also for a ``tp_size`` that the model cannot be split into.
     """
-    folder, is_local = resolve_json(str(model), revision)
-    config = read_config(folder)
+    source = find_source(model, revision)
+    folder, config = source.folder, source.config
     check_config(plain_config(config))
     quantisation, layout = quantisation_of(config, folder), Layout.from_config(config)
     layout.check_model(config)
@@ -179,7 +183,7 @@ def inspect_checkpoint(
         )
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     parameters, refusal = parameter_count(config), None
-    if is_local:
+    if source.is_local:
         checkpoint = read_checkpoint(folder)
         try:
             check_quantised(checkpoint)

@@ -4,10 +4,10 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from ladderize.checkpoint.config import check_config, check_quantised
-from ladderize.checkpoint.opening import NOT_ITS_CODE, read_checkpoint, read_config
+from ladderize.checkpoint.config import check_config, parameter_count
+from ladderize.checkpoint.opening import NOT_ITS_CODE, find_source
 from ladderize.checkpoint.quantised import (
     QUANTISE_LAST,
     STATIC_SCALES,
@@ -22,22 +22,22 @@ from ladderize.checkpoint.reading import (
     OTHER_WEIGHTS,
     Checkpoint,
     TensorInfo,
-    fetch_weights,
     has_tokenizer,
-    resolve_json,
 )
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.checkpoint.writing import Shard, plan_shards
-from ladderize.console import to_json
+from ladderize.console import human_bytes, to_json
 from ladderize.convert.assignment import ASSIGNMENT, RankAssignment, read_assignment
 from ladderize.convert.inspection import read_retrainings
 from ladderize.convert.recipe import Recipe
+from ladderize.convert.verify import Verification
 from ladderize.errors import UserError
 from ladderize.families.registry import family_of, is_authors, is_ladderized
 from ladderize.files import output
 from ladderize.files.documents import read_own
+from ladderize.files.records import Record
 from ladderize.files.regular import check_regular
-from ladderize.layout import Layout
+from ladderize.layout import Layout, format_ranges
 
 RECORD = "ladderize.yaml"
 CARDS = ("README.md", "README.source.md")
@@ -49,11 +49,10 @@ FOREIGN = (*OTHER_WEIGHTS, ".safetensors", ".npz", ".index.json", ".py", ".pyc",
 
 @dataclass(frozen=True)
 class Changes:
-    """The changes besides the layout, with what is recorded about them; by default there are none.
+    """The changes besides the layout, with what is recorded about them.
 
     assignment: of heads and neurons to ranks, instead of the recipe's.
-    replace: tensors from other files (``TensorInfo.file`` is absolute), already in their new order. They are stored in
-    the dtype of those that they replace.
+    replace: tensors from other files (``TensorInfo.file`` is absolute), in their new order; their dtype stays the old.
     config: keys of config.json with other values; they may ask for other ends.
     record: more keys of ladderize.yaml.
     extra_files: name -> text; they win over the source's.
@@ -70,43 +69,88 @@ class Changes:
     @property
     def moved(self) -> dict[str, list[int]]:
         """The layers whose heads, and whose neurons, change places."""
-        own = self.assignment
-        return {} if own is None else {"heads": own.moved(own.heads), "neurons": own.moved(own.neurons)}
+        ranks = self.assignment
+        return {} if ranks is None else {"heads": ranks.moved(ranks.heads), "neurons": ranks.moved(ranks.neurons)}
+
+
+@dataclass(frozen=True)
+class ConversionReport(Record):
+    """The document of ``ladderize convert``.
+
+    weights: how many files were linked, copied and rewritten; like ``verified`` only of a written output.
+    """
+
+    LEFT_OUT: ClassVar = ("verified", "weights")
+
+    source: str
+    out: str
+    layout: str
+    layout_before: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+    layers: list[dict[str, Any]]
+    parameters: int
+    weight_bytes: int
+    weight_files: list[str]
+    weight_files_rewritten: list[str]
+    moved_heads: list[int]
+    moved_neurons: list[int]
+    replaced_tensors: list[str]
+    extra_files: list[str]
+    carried_over: list[str]
+    not_carried_over: list[str]
+    warnings: list[str]
+    written: bool = False
+    verified: Verification | None = None
+    weights: dict[str, int] | None = None
+
+    def lines(self) -> list[str]:
+        """Return the report for people, line by line."""
+        layout = self.layout
+        if layout != self.layout_before:
+            after = Layout(tuple(self.attention_sync), tuple(self.mlp_sync), self.sync_tp_size)
+            layout = f"{self.layout_before} -> {after.words}"
+        number, rewritten = len(self.weight_files), len(self.weight_files_rewritten)
+        ways = f"{rewritten} to be rewritten, {number - rewritten} to be taken over as they are"
+        if self.weights is not None:
+            ways = " and ".join(f"{count} {way}" for way, count in self.weights.items())
+        lines = [f"layout   {layout}", f"weights  {human_bytes(self.weight_bytes)} in {number} files, {ways}"]
+        for name, layers in {"heads": self.moved_heads, "neurons": self.moved_neurons}.items():
+            if layers:
+                lines.append(f"{name:<8} reordered in layers {format_ranges(layers)}")
+        if not self.written:
+            files = [*self.weight_files, *self.carried_over, *self.extra_files]
+            lines.append(f"files    {', '.join(files)}, config.json, README.md, ladderize.yaml and the model code")
+        if self.not_carried_over:
+            lines.append(f"skipped  {', '.join(self.not_carried_over)} (not carried over)")
+        return lines
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a conversion will do.
+    """The means of a conversion, and its report as far as it is known before anything is written.
 
     recipe: makes this output of the dense model; the layout may have come with the source.
     changes: with the assignment of the recipe.
-    carried: names of files that are copied from the source.
-    without_code: texts of those that name code, without that.
+    without_code: texts of carried files that name code, without that.
     """
 
     source: Checkpoint
-    source_name: str
     hub_id: str | None
-    out: Path
     recipe: Recipe
     before: Layout
     after: Layout
     shards: list[Shard]
     changes: Changes
-    carried: list[str]
     without_code: dict[str, str]
-    left_behind: list[str]
-    warnings: list[str]
     quantisation: Quantisation | None
+    report: ConversionReport
 
     @property
     def config(self) -> dict[str, Any]:
         """The source's config, with the changes."""
         return {**self.source.config, **self.changes.config}
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(shard.nbytes for shard in self.shards)
 
 
 def make_plan(
@@ -118,12 +162,11 @@ def make_plan(
     overwrite: bool = False,
     changes: Changes,
 ) -> Plan:
-    """Return the plan of a conversion, from the validated headers of the source; raises UserError or LayoutError."""
-    folder, is_local = resolve_json(src, revision)
-    out = output.check_target(out, folder, overwrite=overwrite)
-    config = read_config(folder)
+    """Return the plan of a conversion, from the validated headers of the source; no weights are downloaded in vain."""
+    located = find_source(src, revision)
+    target, config = output.check_target(out, located.folder, overwrite=overwrite), located.config
     check_config(plain_config(config))
-    before, quantisation = Layout.from_config(config), quantisation_of(config, folder)
+    before, quantisation = Layout.from_config(config), quantisation_of(config, located.folder)
     if isinstance(recipe, Layout):
         recipe.check_layers(before.num_layers)
         recipe = Recipe.from_layout(recipe)
@@ -137,14 +180,10 @@ def make_plan(
     changes = with_assignment(changes, recipe, config, after)
     if quantisation is not None:
         check_unchanged(recipe, changes)
-    source = read_checkpoint(folder if is_local else fetch_weights(src, revision))
+    source = located.open("any")
     check_assignable(source, src, changes.assignment)
-    check_quantised(source)
     if quantisation is not None:
         check_ranks(source, quantisation, after.sync_tp_size or 1)
-    warnings = [*source.warnings, *layout_warnings(source, before, after)]
-    if not has_tokenizer(source.folder):
-        warnings.append("the source holds no tokenizer, so neither does OUT; eval, adapt and generate need one")
     shards = plan_shards(
         source,
         dtype=recipe.dtype,
@@ -153,38 +192,46 @@ def make_plan(
         config={**source.config, **changes.config},
     )
     carried, left_behind = sort_files(source)
+    for path in (source.folder / name for name in (*source.weight_files, *carried)):
+        if target in path.resolve().parents:
+            raise UserError(f"{path} is a link into OUT {target}, which would be replaced; choose another OUT")
     stripped = without_code(source.folder, carried)
-    warnings += [f"auto_map of {name} is left out: {NOT_ITS_CODE}" for name in stripped]
     assigned = changes.assignment
     if assigned is None and ASSIGNMENT in carried:
         assigned = read_assignment(source.folder / ASSIGNMENT)
     is_assigned = assigned is not None and after.sync_tp_size in (None, assigned.sync_tp_size)
+    warnings = [*source.warnings, *layout_warnings(source, before, after)]
+    if not has_tokenizer(source.folder):
+        warnings.append("the source holds no tokenizer, so neither does OUT; eval, adapt and generate need one")
+    warnings += [f"auto_map of {name} is left out: {NOT_ITS_CODE}" for name in stripped]
     if assigned is not None and not is_assigned:
         warnings.append(f"heads and neurons were assigned to {assigned.sync_tp_size} ranks, not {after.sync_tp_size}")
-    for path in (source.folder / name for name in (*source.weight_files, *carried)):
-        if out in path.resolve().parents:
-            raise UserError(f"{path} is a link into OUT {out}, which would be replaced; choose another OUT")
-    return Plan(
-        source=source,
-        source_name=src,
-        hub_id=None if is_local else src,
-        out=out,
-        recipe=replace(Recipe.from_layout(after), dtype=recipe.dtype, assignment=ASSIGNMENT if is_assigned else None),
-        before=before,
-        after=after,
-        shards=shards,
-        changes=changes,
-        carried=[name for name in carried if name not in changes.extra_files],
-        without_code=stripped,
-        left_behind=left_behind,
+    report = ConversionReport(
+        source=src,
+        out=str(target),
+        layout=str(after),
+        layout_before=str(before),
+        **after.to_config(),
+        layers=after.table(),
+        parameters=parameter_count({**source.config, **changes.config}),
+        weight_bytes=sum(shard.nbytes for shard in shards),
+        weight_files=[shard.file for shard in shards],
+        weight_files_rewritten=[shard.file for shard in shards if shard.rewritten],
+        moved_heads=changes.moved.get("heads", []),
+        moved_neurons=changes.moved.get("neurons", []),
+        replaced_tensors=sorted(changes.replace),
+        extra_files=sorted(changes.extra_files),
+        carried_over=[name for name in carried if name not in changes.extra_files],
+        not_carried_over=left_behind,
         warnings=warnings,
-        quantisation=quantisation,
     )
+    record = replace(Recipe.from_layout(after), dtype=recipe.dtype, assignment=ASSIGNMENT if is_assigned else None)
+    hub_id = None if located.is_local else src
+    return Plan(source, hub_id, record, before, after, shards, changes, stripped, quantisation, report)
 
 
 def with_assignment(changes: Changes, recipe: Recipe, config: Mapping[str, Any], after: Layout) -> Changes:
-    """Return the changes with the recipe's assignment, which is written beside the weights; raises UserError where it
-    does not fit."""
+    """Return the changes with the recipe's assignment, which must fit and is written beside the weights."""
     assignment = changes.assignment
     if assignment is None and recipe.assignment is not None:
         assignment = read_assignment(Path(recipe.assignment))
@@ -201,11 +248,12 @@ def with_assignment(changes: Changes, recipe: Recipe, config: Mapping[str, Any],
 
 def check_unchanged(recipe: Recipe, changes: Changes) -> None:
     """Raise UserError where the recipe or the changes would alter quantised weights."""
-    dtype = f"--dtype {recipe.dtype}" if recipe.dtype is not None else None
-    if asked := dtype or (changes.assignment and "an assignment to ranks") or (changes.replace and "replacing tensors"):
-        raise UserError(
-            f"quantised weights pass through a conversion as they are, so {asked} is not possible; {QUANTISE_LAST}"
-        )
+    asked = {f"--dtype {recipe.dtype}": recipe.dtype, "an assignment to ranks": changes.assignment}
+    for name, value in {**asked, "replacing tensors": changes.replace}.items():
+        if value:
+            raise UserError(
+                f"quantised weights pass through a conversion as they are, so {name} is not possible; {QUANTISE_LAST}"
+            )
 
 
 def check_assignable(source: Checkpoint, name: str, assignment: RankAssignment | None) -> None:
@@ -225,22 +273,22 @@ def check_assignable(source: Checkpoint, name: str, assignment: RankAssignment |
 
 def layout_warnings(source: Checkpoint, before: Layout, after: Layout) -> list[str]:
     """Return warnings where weights were retrained, or scales measured, for another layout than this one."""
-    found = [STATIC_SCALES] if after != before and has_measured_scales(source.tensors) else []
+    warnings = [STATIC_SCALES] if after != before and has_measured_scales(source.tensors) else []
     retrainings = read_retrainings(source.folder)
     trained = retrainings[-1].layout if retrainings else str(after)
-    if trained != str(after) and trained != str(Layout.dense(before.num_layers)):  # dense ones may go on
+    if trained not in (str(after), str(Layout.dense(before.num_layers))):  # dense ones may go on
         result = "neither the dense model nor the retrained one" if after.is_dense else "not the retrained one"
-        found.append(
+        warnings.append(
             f"the weights were retrained ({retrainings[-1].method}) for another layout ({trained}); with this one"
             f" ({after}) the model is {result}: measure it, or convert the model that was not retrained"
         )
-    return found
+    return warnings
 
 
 def sort_files(source: Checkpoint) -> tuple[list[str], list[str]]:
     """Return the other files that are carried over byte for byte, and those left behind, by their names in the source.
 
-    Raises UserError for links and special files that cannot be carried over, OSError for a link to nothing.
+    Links out of the folder and special files are a UserError.
     """
     carried: list[str] = []
     left_behind: set[str] = set()
@@ -254,9 +302,9 @@ def sort_files(source: Checkpoint) -> tuple[list[str], list[str]]:
             continue
         if str(relative) in {*source.weight_files, *MADE_HERE}:
             continue
-        closed = [i for i, part in enumerate(relative.parts[:-1]) if part in CLOSED or part.startswith(".")]
-        if closed:
-            left_behind.add("/".join(relative.parts[: closed[0] + 1]) + "/")
+        folders = [folder for folder in reversed(relative.parents) if folder.name in CLOSED or folder.name[:1] == "."]
+        if folders:
+            left_behind.add(f"{folders[0]}/")
         elif path.name.lower().endswith(FOREIGN):
             left_behind.add(str(relative))
         else:
@@ -269,12 +317,12 @@ def sort_files(source: Checkpoint) -> tuple[list[str], list[str]]:
 def without_code(folder: Path, carried: Iterable[str]) -> dict[str, str]:
     """Return the texts of carried configs that name code, such as a tokenizer's, without that: OUT's card has its
     reader trust the code of OUT, which is ours alone."""
-    configs = {name: read_own(folder / name) for name in carried if name.endswith("config.json")}
-    return {
-        name: json.dumps({key: value for key, value in config.items() if key != "auto_map"}, indent=2) + "\n"
-        for name, config in configs.items()
-        if "auto_map" in config
-    }
+    texts = {}
+    for name in carried:
+        config = read_own(folder / name) if name.endswith("config.json") else {}
+        if config.pop("auto_map", None) is not None:
+            texts[name] = json.dumps(config, indent=2) + "\n"
+    return texts
 
 
 def check_stays(path: Path, folder: Path) -> None:

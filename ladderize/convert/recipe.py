@@ -8,9 +8,10 @@ from ladderize.choices import LAYOUT, check_options, option
 from ladderize.errors import UsageError, UserError
 from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
-from ladderize.layout import Layout, LayoutError, format_ranges, parse_ranges
+from ladderize.layout import APART, MODES, Layout, LayoutError, format_ranges, parse_ranges
 
-RANGE_KEYS = ("dense", "ladder", "delayed", "spd")  # may be numbers in YAML
+RANGE_KEYS = tuple(mode.layers for mode in MODES.values())  # may be numbers in YAML
+LAYERS_APART = {MODES[mode].layers for mode in APART}
 RANGES = "half-open, comma-separated: 16:32, :8, -16:, 4,8:12 or all"
 
 
@@ -21,7 +22,6 @@ class Recipe:
     Layers that none names stay as they are in the source.
 
     attention_sync, mlp_sync: the modes of all layers, for a layout that no names of layers compile to.
-    Raises UsageError or LayoutError for options that contradict each other.
     """
 
     ladder: str | None = option(
@@ -58,14 +58,13 @@ class Recipe:
 
     @classmethod
     def from_layout(cls, layout: Layout) -> "Recipe":
-        """Return the recipe that makes this layout of any source: by names of layers where such names compile to
-        it."""
-        named = {"ladder": layout.ladder_layers, "delayed": layout.delayed_layers, "spd": layout.spd_layers}
-        ranks = layout.sync_tp_size if named["delayed"] or named["spd"] else None  # of single sync points no name tells
+        """Return the recipe that makes this layout of any source, by names of layers where they compile to it."""
+        named = {name: layers for name, layers in layout.kinds.items() if name in RANGE_KEYS}
+        ranks = layout.sync_tp_size if named.keys() & LAYERS_APART else None  # of single sync points no name tells
         if Layout.from_layers(layout.num_layers, **named, sync_tp_size=ranks) != layout:
             return cls(sync_tp_size=layout.sync_tp_size, attention_sync=layout.attention_sync, mlp_sync=layout.mlp_sync)
-        ladder, delayed, spd = (format_ranges(own) if own else None for own in named.values())
-        return cls(dense="all", ladder=ladder, delayed=delayed, spd=spd, sync_tp_size=ranks)
+        ranges: dict[str, Any] = {name: format_ranges(layers) for name, layers in named.items()}
+        return cls(dense="all", **ranges, sync_tp_size=ranks)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -93,11 +92,7 @@ class Recipe:
         return bool(self.ranges.keys() - {"dense"}) or self.attention_sync is not None
 
     def layout(self, source: Layout) -> Layout:
-        """Return the layout that this recipe makes of a source's layout.
-
-        Named layers replace what they were in the source, and all others stay. Raises LayoutError for ranges that do
-        not fit, and for a ``sync_tp_size`` other than that of layers that stay.
-        """
+        """Return the layout that this recipe makes of a source's: named layers are replaced, all others stay."""
         layers = source.num_layers
         if self.attention_sync is not None and self.mlp_sync is not None:
             layout = Layout(self.attention_sync, self.mlp_sync, self.sync_tp_size)
@@ -106,7 +101,7 @@ class Recipe:
         named = {name: parse_ranges(text, layers, option=f"--{name}") for name, text in self.ranges.items()}
         changed = set().union(*named.values())
         named.pop("dense", None)
-        ranks = self.sync_tp_size or source.sync_tp_size if named.keys() & {"delayed", "spd"} else None
+        ranks = self.sync_tp_size or source.sync_tp_size if named.keys() & LAYERS_APART else None
         return source.with_layers(changed, Layout.from_layers(layers, **named, sync_tp_size=ranks))
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,8 +110,7 @@ class Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Return the recipe in a recipe file, or under the key ``recipe`` of a ladderize.yaml; raises UserError for a
-    malformed one.
+    """Return the recipe in a recipe file, or under the key ``recipe`` of a ladderize.yaml.
 
     A file describes the whole layout: where it names layers and does not say ``dense``, all others are dense.
     """
@@ -126,25 +120,22 @@ def read_recipe(path: Path) -> Recipe:
     if not isinstance(document, dict) or not document:
         raise UserError(f"{path} holds no recipe; write for example 'ladder: 16:32'")
     kinds = get_type_hints(Recipe)
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in document.items():
         if key not in kinds:
             raise UserError(f"{path}: unknown key {key!r}; known are {', '.join(kinds)}")
-        where = f"{path}: {key}"
-        given[key] = _text(value, where) if key in RANGE_KEYS else read_value(kinds[key], value, where)
-    if given.keys() & {"ladder", "delayed", "spd"}:
-        given.setdefault("dense", "all")
-    if given.get("assignment") is not None:
-        given["assignment"] = str(path.parent / given["assignment"])  # relative to the recipe's folder
+        if key in RANGE_KEYS:
+            items = value if isinstance(value, list) else [value]
+            if not all(isinstance(item, int | str) and not isinstance(item, bool) for item in items):
+                raise UserError(f"{path}: {key} is {value!r}; write ranges such as 16:32, or a list of layers")
+            values[key] = ",".join(map(str, items))
+        else:
+            values[key] = read_value(kinds[key], value, f"{path}: {key}")
+    if values.keys() & {*RANGE_KEYS}:
+        values.setdefault("dense", "all")
+    if values.get("assignment") is not None:
+        values["assignment"] = str(path.parent / values["assignment"])  # relative to the recipe's folder
     try:
-        return Recipe(**given)
+        return Recipe(**values)
     except (UsageError, LayoutError) as error:
         raise UserError(f"{path}: {error}") from None
-
-
-def _text(value: Any, where: str) -> str:
-    """Return ranges as text; YAML may hold a number or a list. Raises UserError for anything else."""
-    items = value if isinstance(value, list) else [value]
-    if not all(isinstance(item, int | str) and not isinstance(item, bool) for item in items):
-        raise UserError(f"{where} is {value!r}; write ranges such as 16:32, or a list of layers")
-    return ",".join(map(str, items))

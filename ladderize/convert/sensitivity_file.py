@@ -32,11 +32,7 @@ RESAMPLES, INTERVAL = 2000, 0.95  # of the bootstrap over windows; the share of 
 
 @dataclass(frozen=True)
 class CalibrationData(Record):
-    """The windows that were scored.
-
-    sha256: of the file and the array in it.
-    seed: of the draw of windows.
-    """
+    """The windows that were scored, drawn with ``seed``; sha256: of the file and the array in it."""
 
     file: str
     sha256: str
@@ -47,13 +43,8 @@ class CalibrationData(Record):
 
 @dataclass(frozen=True)
 class AlignmentWindows(Record):
-    """The windows that layouts were aligned on, as ``ladderize adapt --method align`` does.
-
-    They follow the scored windows in the order of the draw.
-
-    samples: to solve with.
-    heldout: after those, to choose between solutions.
-    """
+    """The windows that changed layers were aligned on: so many to solve with, and after them those to choose between
+    solutions. They follow the scored windows in the order of the draw."""
 
     samples: int
     heldout: int
@@ -62,12 +53,8 @@ class AlignmentWindows(Record):
 
 @dataclass(frozen=True)
 class LayerCost(Record):
-    """The cost of one more layer of a kind.
-
-    nats: the increase of the mean negative log-likelihood, nats per token.
-    sensitivity: S, the increase of perplexity.
-    low, high: the ends of its bootstrap interval over windows.
-    """
+    """The cost of one more layer of a kind: the increase of the mean negative log-likelihood in nats per token, and S,
+    that of the perplexity, between the ends of its bootstrap interval over windows."""
 
     layer: int
     kind: ChangeKind
@@ -79,14 +66,8 @@ class LayerCost(Record):
 
 @dataclass(frozen=True)
 class SensitivityDocument(Record):
-    """The content of sensitivity.json; docs/files.md explains the keys.
-
-    layout: the model's, dense.
-    dtype: of the computation, by torch's name.
-    aligned: the windows that each changed model was aligned on; None: models were scored as converted.
-    dense_nll: of the dense model, nats per token.
-    costs: of each kind in turn, one for each layer.
-    """
+    """The content of sensitivity.json; docs/files.md explains the keys. Models were scored as converted where
+    ``aligned`` is None."""
 
     model: str
     fingerprint: str
@@ -123,13 +104,11 @@ class LayerChange(NamedTuple):
 
 
 def layer_changes(mode: Mode, num_layers: int, sync_tp_size: int | None) -> list[LayerChange]:
-    """Return the models that a mode measures besides the dense one.
-
-    sync_tp_size: of delayed and dropped sync points; None: there are none.
-    """
-    kinds: Sequence[ChangeKind] = [SPD] if mode == "sweep" else LAYER_CHANGES if sync_tp_size is not None else [LADDER]
+    """Return the models that a mode measures besides the dense one; without ``sync_tp_size`` none is delayed or
+    dropped."""
+    kinds: Sequence[ChangeKind] = LAYER_CHANGES if sync_tp_size is not None else [LADDER]
     changes = []
-    for kind in kinds:
+    for kind in [SPD] if mode == "sweep" else kinds:
         for layer in range(num_layers):
             layers = range(layer, num_layers) if mode == "sweep" else [layer]
             named = dict.fromkeys(kind.split("+"), layers)
@@ -139,11 +118,8 @@ def layer_changes(mode: Mode, num_layers: int, sync_tp_size: int | None) -> list
 
 
 def layer_costs(changes: Sequence[LayerChange], nll: "np.ndarray", tokens: int, mode: Mode) -> list[LayerCost]:
-    """Return the cost of each change.
-
-    nll: [windows, changes + 1] in nats, summed over a window's scored tokens; the dense model is last.
-    tokens: scored tokens of a window.
-    """
+    """Return the cost of each change, from nats [windows, changes + 1], the dense model last, that are summed over a
+    window's scored ``tokens``."""
     import numpy as np
 
     count = len(changes)
@@ -162,13 +138,12 @@ def layer_costs(changes: Sequence[LayerChange], nll: "np.ndarray", tokens: int, 
 def read_sensitivity(path: Path) -> SensitivityDocument:
     """Read a sensitivity.json; raises UserError for a malformed one."""
     document = SensitivityDocument.from_dict(read_document(path, "sensitivity file"), path)
-    layers = list(range(document.num_layers))
-    numbers = [document.dense_nll]
-    numbers += [value for cost in document.costs for value in (cost.nats, cost.sensitivity)]
-    complete = document.costs and all(
-        [cost.layer for cost in document.of_kind(kind)] == layers for kind in document.kinds
-    )
-    if not complete or not all(map(math.isfinite, numbers)):
+    layers, numbers, is_whole = list(range(document.num_layers)), [document.dense_nll], bool(document.costs)
+    for cost in document.costs:
+        numbers += [cost.nats, cost.sensitivity]
+    for kind in document.kinds:
+        is_whole = is_whole and [cost.layer for cost in document.of_kind(kind)] == layers
+    if not is_whole or not all(map(math.isfinite, numbers)):
         raise UserError(f"{path} has not one finite cost for each layer of each kind, in order; measure it again")
     if not document.sync_tp_size and {*document.kinds} - {LADDER}:
         raise UserError(f"{path} has costs of delayed or dropped layers and no sync_tp_size; measure it again")
@@ -177,22 +152,15 @@ def read_sensitivity(path: Path) -> SensitivityDocument:
 
 def alignment_words(aligned: AlignmentWindows) -> str:
     """Return a sentence on how the models of these costs were aligned."""
-    return f"each changed model was aligned first, on {aligned.samples} other windows of {aligned.seq_len} tokens"
+    return f"each changed layer was aligned first, on {aligned.samples} other windows of {aligned.seq_len} tokens"
 
 
 def cost_rows(document: SensitivityDocument) -> list[dict[str, str]]:
     """Return a row for each layer, for people: S of each kind and half its interval."""
-    return [
-        {
-            "layer": str(layer),
-            **{
-                cost.kind: f"{cost.sensitivity:+.4f} ±{(cost.high - cost.low) / 2:.4f}"
-                for cost in document.costs
-                if cost.layer == layer
-            },
-        }
-        for layer in range(document.num_layers)
-    ]
+    rows = [{"layer": str(layer)} for layer in range(document.num_layers)]
+    for cost in document.costs:
+        rows[cost.layer][cost.kind] = f"{cost.sensitivity:+.4f} ±{(cost.high - cost.low) / 2:.4f}"
+    return rows
 
 
 def summary(document: SensitivityDocument) -> list[str]:
@@ -220,8 +188,10 @@ def cheapest_half(document: SensitivityDocument) -> tuple[str, list[str]]:
     halves = [ascending(document.of_kind(kind))[: max(1, document.num_layers // 2)] for kind in document.kinds]
     half = min(halves, key=lambda costs: sum(cost.nats for cost in costs))
     kind, layers = half[0].kind, format_ranges(cost.layer for cost in half)
-    options = [word for name in kind.split("+") for word in (f"--{name}", layers)]
-    return kind, [*options, *(() if kind == LADDER else ("--sync-tp-size", str(document.sync_tp_size)))]
+    options = [] if kind == LADDER else ["--sync-tp-size", str(document.sync_tp_size)]
+    for name in reversed(kind.split("+")):
+        options = [f"--{name}", layers, *options]
+    return kind, options
 
 
 def dense_line(document: SensitivityDocument) -> str:

@@ -18,10 +18,7 @@ FORWARD_LIMIT = 1_000_000_000  # bytes of weights up to which a forward pass is 
 
 @dataclass(frozen=True)
 class Verification(Record):
-    """The result of a verification.
-
-    forward: "finite"; None where no forward pass was run.
-    """
+    """The result of a verification; ``forward`` is "finite", or None where no forward pass was run."""
 
     model_class: str
     tensors: int
@@ -36,10 +33,10 @@ def verify(folder: Path, weight_bytes: int, quantisation: Quantisation | None = 
     """
     runs = weight_bytes <= FORWARD_LIMIT and (quantisation is None or quantisation.not_run is None)
     script = f"{inspect.getsource(load_as_a_stranger)}\nload_as_a_stranger()"
-    words = ["run" if runs else "meta", "floats" if quantisation is None else "quantised"]
+    options = ["run" if runs else "meta", "floats" if quantisation is None else "quantised"]
     with temporary_folder("verify") as modules:
         offline = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(modules), "TOKENIZERS_PARALLELISM": "false"}
-        command = [sys.executable, "-c", script, str(folder), *words]
+        command = [sys.executable, "-c", script, str(folder), *options]
         child = subprocess.run(command, env={**os.environ, **offline}, capture_output=True, text=True, check=False)
     if child.returncode:
         last = (child.stderr.strip().splitlines() or ["no message"])[-1]
@@ -73,19 +70,19 @@ def load_as_a_stranger() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
     wanted = {name: list(value.shape) for name, value in model.state_dict().items()}
-    found: dict[str, list[int]] = {}
+    stored: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+            stored |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     if config.tie_word_embeddings:
         wanted.pop("lm_head.weight", None)
     if sys.argv[3] == "quantised":
-        modules = {name.rpartition(".")[0] for name in found.keys() - wanted.keys()}
+        modules = {name.rpartition(".")[0] for name in stored.keys() - wanted.keys()}
         wanted = {name: shape for name, shape in wanted.items() if name.rpartition(".")[0] not in modules}
     for name, shape in wanted.items():
-        if found.get(name) != shape:
-            sys.exit(f"the written checkpoint has {name} as {found.get(name)}, the model wants {shape}")
-    result = {"model_class": type(model).__name__, "tensors": len(found), "forward": None}
+        if stored.get(name) != shape:
+            sys.exit(f"the written checkpoint has {name} as {stored.get(name)}, the model wants {shape}")
+    result = {"model_class": type(model).__name__, "tensors": len(stored), "forward": None}
     if run:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, trust_remote_code=True, dtype="auto", output_loading_info=True

@@ -6,8 +6,7 @@ whole vocabulary for every token.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import accumulate, chain, pairwise
 
 import torch
 from lm_eval.models.huggingface import HFLM
@@ -29,21 +28,22 @@ class SharedRow:
     numbers: of the requests.
     """
 
-    numbers: tuple[int, ...]
+    numbers: list[int]
     context: tuple[int, ...]
-    continuations: tuple[tuple[int, ...], ...]
+    continuations: list[list[int]]
 
     @property
     def starts(self) -> list[int]:
         """The columns where continuations begin, and the end: the last token of each is scored, but not read."""
-        return [*accumulate((len(one) - 1 for one in self.continuations), initial=len(self.context))]
+        return [*accumulate((len(ids) - 1 for ids in self.continuations), initial=len(self.context))]
 
     @property
     def columns(self) -> list[tuple[int, int, int]]:
         """The id of each column, its position in its text, and the number of its continuation, -1 in the context."""
-        context = [(token, place, -1) for place, token in enumerate(self.context)]
-        numbered = enumerate(self.continuations)
-        return context + [(t, i, k) for k, one in numbered for i, t in enumerate(one[:-1], len(context))]
+        columns = [(token, position, -1) for position, token in enumerate(self.context)]
+        for number, ids in enumerate(self.continuations):
+            columns += [(token, position, number) for position, token in enumerate(ids[:-1], len(self.context))]
+        return columns
 
     @property
     def scored(self) -> list[int]:
@@ -59,33 +59,17 @@ def rows_of(requests: Sequence[Request], longest: int, *, share: bool) -> list[S
     share: continuations of one context may share a row.
     Raises UserError for a continuation that is longer than that.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for number, (_, context, continuation) in enumerate(requests):
-        if len(continuation) > longest:
-            raise UserError(
-                f"an answer of {len(continuation)} tokens is longer than the {longest} that the model reads"
-            )
-        groups.setdefault(tuple(context[-(longest + 1 - len(continuation)) :]), []).append(number)
-    rows = []
-    for kept, numbers in groups.items():
-        parts: list[list[int]] = []
-        size = 0
-        for number in numbers:
-            more = len(requests[number][2]) - 1
-            if not parts or not share or size + more > min(MOST_SHARED, longest):
-                parts.append([])
-                size = len(kept)
-            parts[-1].append(number)
-            size += more
-        rows += [SharedRow(tuple(part), kept, tuple(tuple(requests[one][2]) for one in part)) for part in parts]
-    return sorted(rows, key=lambda row: -row.starts[-1])
-
-
-def batches_of(rows: Sequence[SharedRow], size: int) -> Iterator[Sequence[SharedRow]]:
-    """Yield ``size`` rows at a time; none that needs a mask beside one that is too long for it."""
-    longer = [row for row in rows if row.starts[-1] > MOST_SHARED]
-    for part in (longer, rows[len(longer) :]):
-        yield from (part[first : first + size] for first in range(0, len(part), size))
+    rows: dict[tuple[int, ...], list[SharedRow]] = {}  # by context
+    for number, (_, context, ids) in enumerate(requests):
+        if len(ids) > longest:
+            raise UserError(f"an answer of {len(ids)} tokens is longer than the {longest} that the model reads")
+        read = tuple(context[-(longest + 1 - len(ids)) :])
+        alike = rows.setdefault(read, [])
+        if not alike or not share or alike[-1].starts[-1] + len(ids) - 1 > min(MOST_SHARED, longest):
+            alike.append(SharedRow([], read, []))
+        alike[-1].numbers.append(number)
+        alike[-1].continuations.append(ids)
+    return sorted(chain.from_iterable(rows.values()), key=lambda row: -row.starts[-1])
 
 
 class LikelihoodLM(HFLM):
@@ -98,9 +82,14 @@ class LikelihoodLM(HFLM):
         windows = decoder_of(self.model.config.to_dict()).windows
         rows = rows_of(requests, self.max_length, share=not any(windows))  # a window would count columns, not positions
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        size = override_bs or self.batch_size
+        # no row that needs a mask beside one that is too long for it
+        longer = sum(row.starts[-1] > MOST_SHARED for row in rows)
+        alike = (rows[:longer], rows[longer:])
+        batches = [group[first : first + size] for group in alike for first in range(0, len(group), size)]
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         with bar:
-            for batch in batches_of(rows, override_bs or self.batch_size):
+            for batch in batches:
                 for number, answer in self._answers(batch):
                     answers[number] = answer
                     self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
@@ -114,24 +103,24 @@ class LikelihoodLM(HFLM):
         # behind a row's end nothing is scored, and nothing before it sees that
         ids, positions, texts = pad_sequence([torch.tensor(row.columns) for row in rows], batch_first=True).unbind(-1)
         chosen = torch.tensor([[i, column] for i, row in enumerate(rows) for column in row.scored], device=device).T
-        how: dict[str, Any] = {}
+        shared: dict[str, Tensor] = {}
         if any(len(row.numbers) > 1 for row in rows):
-            own = (texts[:, None, :] == -1) | (texts[:, None, :] == texts[:, :, None])
-            mask = own & torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
-            how = {"attention_mask": mask[:, None].to(device), "position_ids": positions.to(device)}
+            same_text = (texts[:, None, :] == -1) | (texts[:, None, :] == texts[:, :, None])
+            mask = same_text & torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+            shared = {"attention_mask": mask[:, None].to(device), "position_ids": positions.to(device)}
 
         def keep_scored(_: torch.nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
             return (inputs[0][chosen[0], chosen[1]],)
 
         hook = self.model.get_output_embeddings().register_forward_pre_hook(keep_scored)
         try:
-            logits = self.model(ids.to(device), use_cache=False, **how).logits
+            logits = self.model(ids.to(device), use_cache=False, **shared).logits
         finally:
             hook.remove()
-        targets = torch.tensor([token for row in rows for one in row.continuations for token in one], device=device)
+        continuations = [continuation for row in rows for continuation in row.continuations]
+        targets = torch.tensor([*chain.from_iterable(continuations)], device=device)
         likelihoods = logits.log_softmax(-1, dtype=self.softmax_dtype).gather(-1, targets[:, None])[:, 0]
-        greedy = logits.argmax(-1) == targets
-        sizes = [len(one) for row in rows for one in row.continuations]
-        numbers = [number for row in rows for number in row.numbers]
-        for number, part, same in zip(numbers, likelihoods.split(sizes), greedy.split(sizes), strict=True):
-            yield number, (float(part.sum()), bool(same.all()))
+        greedy, sizes = logits.argmax(-1) == targets, [*map(len, continuations)]
+        numbers = chain.from_iterable(row.numbers for row in rows)
+        for number, scores, same in zip(numbers, likelihoods.split(sizes), greedy.split(sizes), strict=True):
+            yield number, (float(scores.sum()), bool(same.all()))

@@ -1,29 +1,30 @@
-"""The content of results.json, which ``ladderize eval`` writes. Imports no torch."""
+"""The documents that ``ladderize eval`` and ``compare`` write; docs/files.md describes their fields. Imports no
+torch."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from ladderize.errors import UserError
-from ladderize.eval.comparison import ComparisonDocument, Predictions
-from ladderize.eval.options import EvalBackend, EvalOptions
 from ladderize.files.records import Record, read_value
 
-OWN_KEY, SAMPLES_KEY = "ladderize", "samples"  # our parts of a model's entry
+OWN_KEY, SAMPLES_KEY = "ladderize", "samples"  # beside lm-eval's own keys in a model's entry
+
+
+# ---- a text ----
 
 
 @dataclass(frozen=True)
 class Perplexity(Record):
     """The perplexity of a text.
 
-    stderr: the standard error of the perplexity, from the spread between windows; None for a single window.
+    stderr: from the spread between windows; None for a single window.
     ids_sha256: of the windows' ids, which another tokenizer changes.
-    window_nll, window_tokens: the summed negative log-likelihood of each window in nats, and its scored tokens, for a
-    comparison in pairs.
+    window_nll, window_tokens: the summed negative log-likelihood of each window in nats, and its scored tokens.
 
     The last three are only there after ``ladderize eval``.
     """
@@ -50,29 +51,117 @@ def perplexity_from_nlls(nlls: np.ndarray, windows: list[np.ndarray]) -> Perplex
     Raises UserError where it is NaN or infinite.
     """
     counts = np.array([len(window) - 1 for window in windows])
-    mean = nlls.sum() / counts.sum()
+    mean = float(nlls.sum() / counts.sum())
     if not math.isfinite(mean):
         raise UserError("the perplexity is NaN or infinite; check the model's weights, or compute in float32")
     stderr = None
     if len(windows) > 1:
-        spread = nlls - mean * counts
-        stderr = math.exp(mean) * math.sqrt(len(windows) / (len(windows) - 1) * (spread**2).sum()) / float(counts.sum())
-    return Perplexity(
-        perplexity=math.exp(mean),
-        stderr=stderr,
-        nll_per_token=float(mean),
-        tokens=int(counts.sum()),
-        windows=len(windows),
-        seq_len=max(map(len, windows)),
-    )
+        variance = len(windows) / (len(windows) - 1) * ((nlls - mean * counts) ** 2).sum()
+        stderr = math.exp(mean) * math.sqrt(variance) / float(counts.sum())
+    return Perplexity(math.exp(mean), stderr, mean, int(counts.sum()), len(windows), max(map(len, windows)))
+
+
+@dataclass(frozen=True)
+class Predictions(Record):
+    """The distance of a model's predictions from the reference's, over the scored tokens of the perplexity's windows.
+
+    mean_kl, p99_kl: of KL(reference || model) in nats per token, over the whole vocabulary.
+    low, high: the ends of the mean's interval over windows; None for a single window.
+    """
+
+    reference: str
+    mean_kl: float
+    low: float | None
+    high: float | None
+    p99_kl: float
+    same_top_share: float
+    tokens: int
+
+
+# ---- comparisons ----
+
+
+@dataclass(frozen=True)
+class MeanComparison(Record):
+    """The means of one metric of both models, on the same samples.
+
+    low, high: the ends of the difference's interval; None where the samples give none.
+    verdict: "shown", "not shown" or "worse"; None where a margin in points has no meaning. Files of earlier versions
+    also have "too few samples".
+    """
+
+    samples: int
+    reference_value: float
+    value: float
+    difference: float
+    low: float | None
+    high: float | None
+    verdict: str | None
+
+
+@dataclass(frozen=True)
+class TaskComparison(MeanComparison):
+    """One metric of one task; ``main`` is the metric that stands for its task. Only metrics of 0 and 1 have flips."""
+
+    task: str
+    metric: str
+    filter: str
+    main: bool
+    higher_is_better: bool | None
+    mcnemar_p: float | None = None
+    right_to_wrong: list[int] | None = None
+    wrong_to_right: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class PooledComparison(MeanComparison):
+    """The mean over tasks of their main metrics. A group of lm-eval counts as one task."""
+
+    tasks: list[str]
+
+
+@dataclass(frozen=True)
+class PerplexityComparison(Record):
+    """The perplexities of both models on the same windows; a single one gives no interval."""
+
+    windows: int
+    tokens: int
+    reference_value: float
+    value: float
+    difference: float
+    stderr: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class ComparisonDocument(Record):
+    """One model against another; ``overall`` is None where nothing could be pooled."""
+
+    reference: str
+    other: str
+    margin: float
+    tasks: list[TaskComparison]
+    overall: PooledComparison | None
+    perplexity: PerplexityComparison | None
+    predictions: Predictions | None
+    left_out: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Comparisons(Record):
+    """Each later model against the first: the document that ``ladderize compare`` writes."""
+
+    comparisons: list[ComparisonDocument]
+
+
+# ---- results.json ----
 
 
 @dataclass(frozen=True)
 class EvaluatedModel(Record):
-    """The description of an evaluated model, with its measurements on a text.
-
-    predictions: against the reference's; None for the reference itself.
-    """
+    """An evaluated model, with its measurements on a text; predictions: None for the reference itself."""
 
     LEFT_OUT: ClassVar = ("perplexity", "predictions")
 
@@ -88,13 +177,13 @@ class EvaluatedModel(Record):
     transformers_version: str
     perplexity: Perplexity | None = None
     predictions: Predictions | None = None
-    backend: EvalBackend = "hf"
+    backend: Literal["hf", "vllm"] = "hf"
     tp_size: int = 1
 
 
 @dataclass(frozen=True)
 class HarnessResult(Record):
-    """The parts of lm-eval's result that are read here, by task."""
+    """What is read of lm-eval's result, by task."""
 
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -112,7 +201,6 @@ class HarnessResult(Record):
 class ModelResult(Record):
     """One model's entry: lm-eval's own schema, to which ``model`` and ``samples`` are added under keys of their own.
 
-    harness: lm-eval's result.
     samples: task -> the .jsonl file of its samples in lm-eval's layout, relative to the folder of results.json.
     """
 
@@ -121,12 +209,8 @@ class ModelResult(Record):
     samples: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def tasks(self) -> Mapping[str, Mapping[str, Any]]:
-        """The metrics of lm-eval: task -> ``metric,filter`` and ``metric_stderr,filter`` -> value."""
-        return self.parts().results
-
-    def parts(self) -> HarnessResult:
-        """Return what is read of lm-eval's result. Raises UserError where it is malformed."""
+    def reported(self) -> HarnessResult:
+        """What is read of lm-eval's result. Raises UserError where it is malformed."""
         return HarnessResult.from_dict(self.harness, self.model.model)
 
     def with_task(self, result: Mapping[str, Any], samples: Mapping[str, str]) -> "ModelResult":
@@ -153,10 +237,10 @@ class ModelResult(Record):
 class EvalResults(Record):
     """The document results.json.
 
-    options: shared by all models.
+    options: of EvalOptions, those that decide what is measured.
     comparisons: each later model against the first; none for a single model, or if the run was cut off.
     """
 
-    options: EvalOptions
+    options: Mapping[str, Any]
     models: list[ModelResult]
     comparisons: list[ComparisonDocument] = field(default_factory=list)

@@ -1,78 +1,66 @@
-"""The evaluation of several models with the same options: lm-eval's tasks and perplexity."""
+"""The evaluation of several models with the same options: lm-eval's tasks and perplexity.
+
+Beside results.json lies a model's answer to each question. A sample is one line of JSON in the layout of lm-eval's
+``--log_samples``, so lm-eval's tools and ``datasets`` read these files too.
+"""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from ladderize import data
-from ladderize.checkpoint.opening import open_sound_checkpoint
-from ladderize.console import SILENT, Console
+from ladderize.checkpoint.opening import open_checkpoint
+from ladderize.choices import flag, identity
+from ladderize.console import SILENT, Console, strict_json
+from ladderize.data.files import data_files
 from ladderize.errors import UsageError, UserError
-from ladderize.eval.answers import read_models
-from ladderize.eval.compare import compare_models
-from ladderize.eval.comparison import ComparisonDocument, Predictions
+from ladderize.eval.compare import compare_models, read_models
 from ladderize.eval.model import EvalModel, HFModel, OpenModel
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.results import EvalResults, ModelResult, Perplexity, perplexity_from_nlls
-from ladderize.eval.tasks import Output, open_tasks, run_tasks
-from ladderize.eval.text import ABOUT_NAME, KeptPredictions, ids_sha256, predictions_of, prepare_folder, read_about
-from ladderize.files.documents import write_json
-from ladderize.files.regular import resolved
-from ladderize.files.temporaries import temporary_folder
+from ladderize.eval.results import ComparisonDocument, EvalResults, EvaluatedModel, ModelResult, perplexity_from_nlls
+from ladderize.eval.tasks import open_tasks, run_tasks
+from ladderize.eval.text import KeptPredictions, PredictedText, ids_sha256, open_baseline, predictions_of, text_windows
+from ladderize.files.documents import check_writable, read_own, write_json
+from ladderize.files.regular import inside, resolved
+from ladderize.files.temporaries import replacement, temporary_folder
 from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.environment import already_started
 from ladderize.ranks.group import Ranks, join_ranks
 
+MOST_NAME = 80  # characters of a model's or a task's name in a file's name
 
-def evaluate(
-    models: Iterable[str | Path],
-    options: EvalOptions,
-    *,
-    out: Path | None = None,
-    keep_predictions: Path | None = None,
-    reference: Path | None = None,
-    resume: bool = False,
-    engine: OpenModel | None = None,
-    console: Console = SILENT,
-) -> EvalResults:
+
+def evaluate(options: EvalOptions, *, open_model: OpenModel | None = None, console: Console = SILENT) -> EvalResults:
     """Evaluate each model with the same options and seeds. The first is the reference of the others.
 
     On the text of ``options.perplexity`` the predictions of each later model are compared with the first one's. Models
     may also be evaluated one at a time: with ``keep_predictions`` for the first, then ``reference``. Under ``accelerate
     launch`` or ``torchrun`` every process has each model, and they share windows and questions; rank 0 writes, and all
-    return the same.
+    return the same. ``out`` is written after every task, so a later failure loses nothing; the samples of tasks lie
+    beside it, in ``STEM.samples``.
 
-    models: folders or hub ids.
-    out: a JSON file that is written after every task, so a later failure loses nothing; the samples of tasks lie beside
-    it, in ``STEM.samples``.
-    keep_predictions: a folder to write the first model's predictions into.
-    reference: such a folder of an earlier run, whose model is then the reference of all.
-    resume: tasks that ``out`` has from an earlier run with the same options are not run again. The caller knows that
-    models and data are unchanged.
-    engine: opens a model with the backend vllm: ``open_vllm`` of ``ladderize.vllm.eval_model``.
+    open_model: opens a model with the engine vllm: ``open_vllm`` of ``ladderize.vllm.eval_model``.
     Raises UserError.
     """
-    names = [str(name) for name in models]
-    options.check(names)
-    if options.backend == "vllm" and engine is None:  # nothing in here imports vLLM
-        raise UsageError("the backend vllm needs engine=open_vllm, of ladderize.vllm.eval_model")
-    check_predictions(options, keep_predictions, reference)
-    ranks = evaluation_ranks(options)
+    if options.engine == "vllm" and open_model is None:  # nothing in here imports vLLM
+        raise UsageError("the engine vllm needs open_model=open_vllm, of ladderize.vllm.eval_model")
+    ranks, names = evaluation_ranks(options), [str(name) for name in options.models]
     with contextlib.ExitStack() as stack:
-        if out is None:
-            out = stack.enter_context(temporary_folder("eval")) / "results.json"
-        output = Output(options, out, names, writes=ranks.is_main)
-        is_kept = len(names) > 1 and options.perplexity is not None and options.backend == "hf"
-        baseline = stack.enter_context(open_baseline(is_kept, keep_predictions, reference, ranks))
+        out = options.out or stack.enter_context(temporary_folder("eval")) / "results.json"
+        output = Output(options, out, writes=ranks.is_main)
+        baseline = stack.enter_context(open_baseline(options, ranks))
         # errors that are certain are found before any model is loaded
         if options.perplexity is not None:
-            data.check_data_file(options.perplexity)
-        folders = [open_sound_checkpoint(name, options.revision).folder for name in names]
-        if resume:
+            data_files(options.perplexity, "--perplexity")
+        folders = [open_checkpoint(name, options.revision, sound="any").folder for name in names]
+        if options.resume:
             output.models = ranks.broadcast(output.earlier())  # all ranks leave out the tasks that are done
         asked = None
         if options.tasks:
@@ -82,34 +70,87 @@ def evaluate(
         begins: list[bool] = []  # with BOS
         for name, folder in zip(names, folders, strict=True):
             with console.stage(f"loading {name}"), console.contained():
-                model = engine(name, folder, options) if engine else HFModel(name, folder, options, ranks)
+                model = open_model(name, folder, options) if open_model else HFModel(name, folder, options, ranks)
             with contextlib.closing(model):
-                begins.append(model.begins_with_bos)
+                begins.append(begins_with_bos(model))
                 if options.tasks and begins[-1] != begins[0]:
-                    both = f"{names[0]} and {name}"
-                    console.warn(f"of the tokenizers of {both} only one begins texts with BOS, which changes answers")
+                    pair = f"{names[0]} and {name}"
+                    console.warn(f"of the tokenizers of {pair} only one begins texts with BOS, which changes answers")
                 described = model.described
                 if options.perplexity is not None:
-                    perplexity, predictions = baseline.score_text(model, options, console)
-                    described = replace(described, perplexity=perplexity, predictions=predictions)
-                known = output.models.get(name)
-                output.models[name] = replace(known, model=described) if known else ModelResult(described)
+                    described = score_text(model, baseline, options, ranks, console)
+                output.models[name] = replace(output.models.get(name, ModelResult(described)), model=described)
                 output.save()
                 if asked is not None:
-                    run_tasks(model, asked, output, ranks, console)
+                    done = output.models[name].reported.results
+                    for result in run_tasks(model, asked, done, options, ranks, console):
+                        output.add_task(name, result)
         results = output.save()
         if ranks.is_main and len(names) > 1:
             with console.stage(f"comparing with {names[0]}"):
-                results = output.save(compare_with_first(output, console))
+                results = output.save(compare_with_first(output.out, console))
         return results if ranks.size == 1 else ranks.broadcast(results)
 
 
-def compare_with_first(output: Output, console: Console) -> list[ComparisonDocument]:
+def evaluation_ranks(options: EvalOptions) -> Ranks:
+    """Return this process alone, or among those that a launcher has started.
+
+    Raises UserError for a missing device, or a launcher that does not fit the engine.
+    """
+    device = options.device or default_device()
+    check_device(device)
+    if already_started() and options.engine == "vllm":
+        raise UsageError("--engine vllm starts its own processes; run ladderize eval without a launcher")
+    return join_ranks(device) if already_started() else Ranks(0, 1, torch.device(device))
+
+
+def begins_with_bos(model: EvalModel) -> bool:
+    """Return whether a model's tokenizer puts a BOS token in front of texts."""
+    tokenizer = model.tokenizer
+    return tokenizer is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+
+
+def score_text(
+    model: EvalModel, baseline: KeptPredictions | None, options: EvalOptions, ranks: Ranks, console: Console
+) -> EvaluatedModel:
+    """Return the model's description with the perplexity of ``options.perplexity``, and predictions where there is a
+    reference.
+
+    Raises UserError for a text that cannot be scored, or that cannot be compared with an earlier run's.
+    """
+    name = model.described.model
+    windows = text_windows(options, model.tokenizer, vocab_size=model.vocab_size, positions=model.positions)
+    text = PredictedText(name, ids_sha256(windows), model.vocab_size)
+    before = baseline.text if baseline is not None else None
+    reason = before.difference(text) if before is not None else None
+    if before is not None and reason is not None:
+        message = f"the predictions of {name} are not compared with those of {before.model}: {reason}"
+        if options.reference is not None:
+            raise UserError(message)
+        console.warn(message)
+    keep = baseline if before is None else None
+    reference = baseline if before is not None and reason is None else None
+    with console.progress("perplexity", len(windows)) as advance:
+        scores = model.score(windows, advance, keep, reference)
+    nlls = np.array([score.nll for score in scores])
+    perplexity = replace(
+        perplexity_from_nlls(nlls, windows),
+        ids_sha256=text.ids_sha256,
+        window_nll=nlls.tolist(),
+        window_tokens=[len(window) - 1 for window in windows],
+    )
+    if keep is not None:
+        keep.finish(text, ranks)
+    predictions = predictions_of(scores, before.model) if before is not None and reference is not None else None
+    return replace(model.described, perplexity=perplexity, predictions=predictions)
+
+
+def compare_with_first(out: Path, console: Console) -> list[ComparisonDocument]:
     """Return the comparisons of all models with the first. A model that cannot be compared gives a warning, so that no
     results are lost."""
     documents: list[ComparisonDocument] = []
     try:
-        reference, *others = read_models(output.out)
+        reference, *others = read_models(out)
     except UserError as error:
         console.warn(f"nothing was compared: {error}")
         return documents
@@ -121,116 +162,87 @@ def compare_with_first(output: Output, console: Console) -> list[ComparisonDocum
     return documents
 
 
-def evaluation_ranks(options: EvalOptions) -> Ranks:
-    """Return this process alone, or among those that a launcher has started.
-
-    Raises UserError for a missing device, or a launcher that does not fit the backend.
-    """
-    device = options.device or default_device()
-    check_device(device)
-    if already_started() and options.backend == "vllm":
-        raise UsageError("--backend vllm starts its own processes; run ladderize eval without a launcher")
-    return join_ranks(device) if already_started() else Ranks(0, 1, torch.device(device))
+# ---- what is kept ----
 
 
-# ---- the text of --perplexity ----
+class Output:
+    """The results so far, with their samples. Raises UserError where they cannot be written.
 
-
-def check_predictions(options: EvalOptions, keep: Path | None, reference: Path | None) -> None:
-    """Raise UsageError where kept predictions have no effect."""
-    option = "--keep-predictions" if keep is not None else "--reference" if reference is not None else None
-    if option and (options.perplexity is None or options.backend == "vllm"):
-        raise UsageError(
-            f"{option} has no effect without --perplexity, and needs --backend hf: vLLM does not tell the probabilities"
-            " of the whole vocabulary"
-        )
-    if keep is not None and reference is not None:
-        raise UsageError("--keep-predictions and --reference exclude each other: a reference is compared with nothing")
-
-
-class Baseline:
-    """The reference's predictions, with which those of other models are compared.
-
-    folder: holds them; None: predictions are not compared.
-    about: the description of what is kept there; None until the first model was scored.
+    out: their file.
+    writes: this process writes it.
+    models: the entries so far by name.
     """
 
-    def __init__(self, folder: Path | None, about: KeptPredictions | None, ranks: Ranks) -> None:
-        self.folder, self.about, self.ranks, self.is_named = folder, about, ranks, about is not None
+    def __init__(self, options: EvalOptions, out: Path, *, writes: bool) -> None:
+        self.options: dict[str, Any] = strict_json(identity(options))
+        self.names, self.writes = [str(name) for name in options.models], writes
+        self.models: dict[str, ModelResult] = {}
+        self.out = resolved(out, "--out ")
+        check_writable(self.out, inputs=[options.perplexity])
+        self.folder = self.out.with_name(f"{self.out.stem}.samples")
+        if self.out == self.folder or self.folder.is_file():
+            raise UserError(
+                f"--out {self.out}: its samples belong into {self.folder}; name a file whose samples can lie beside it"
+            )
 
-    def score_text(
-        self, model: EvalModel, options: EvalOptions, console: Console
-    ) -> tuple[Perplexity, Predictions | None]:
-        """Return the perplexity of ``options.perplexity``, and predictions where there is a reference.
+    def earlier(self) -> dict[str, ModelResult]:
+        """Return the entries that an earlier run with the same options left in ``out``, with all their samples.
 
-        Raises UserError for a text that cannot be scored, or that cannot be compared with an earlier run's.
+        Raises UserError where it had other options, or models that are not named now: their results would be lost.
         """
-        windows = text_windows(model, options)
-        about = KeptPredictions(model.name, ids_sha256(windows), model.vocab_size)
-        folder, kept = self.folder, self.about
-        if kept is not None and (reason := kept.difference(about)):
-            sentence = f"the predictions of {model.name} are not compared with those of {kept.model}: {reason}"
-            if self.is_named:
-                raise UserError(sentence)
-            console.warn(sentence)
-            folder = None
-        with console.progress("perplexity", len(windows)) as advance:
-            place = {"keep": folder} if kept is None else {"reference": folder}
-            scores = model.score(windows, batch_size=options.batch_size, advance=advance, **place)
-        nlls = np.array([score.nll for score in scores])
-        perplexity = replace(
-            perplexity_from_nlls(nlls, windows),
-            ids_sha256=about.ids_sha256,
-            window_nll=nlls.tolist(),
-            window_tokens=[len(window) - 1 for window in windows],
-        )
-        if folder is None:
-            return perplexity, None
-        if kept is not None:
-            return perplexity, predictions_of(scores, kept.model)
-        if self.ranks.is_main:
-            write_json(folder / ABOUT_NAME, about.to_dict())
-        self.ranks.barrier()  # no rank goes on before it is written
-        self.about = about
-        return perplexity, None
+        try:
+            results = EvalResults.from_dict(read_own(self.out), self.out)
+        except UserError:
+            return {}
+        changed = [flag(name) for name, value in self.options.items() if results.options.get(name) != value]
+        if changed:
+            raise UserError(f"{self.out} is of an eval with another {' and '.join(changed)}; name another --out")
+        models = {entry.model.model: entry for entry in results.models}
+        missing = models.keys() - {*self.names}
+        if missing:
+            raise UserError(f"{self.out} also has {', '.join(sorted(missing))}; name all its models, or another --out")
+        for name, entry in [*models.items()]:
+            paths = [inside(self.out.parent, file) for file in entry.samples.values()]
+            if not all(path is not None and path.is_file() for path in paths):
+                del models[name]
+        return models
+
+    def add_task(self, name: str, result: dict[str, Any]) -> None:
+        """Add the results of a task. Its samples are on disk, in whole files, before results.json names them."""
+        samples, written = result.pop("samples"), dict[str, str]()
+        if self.writes:
+            folder = self.folder / _as_name(name, Path(name).name)
+            folder.mkdir(parents=True, exist_ok=True)
+            for task, answers in samples.items():
+                path = folder / f"{_as_name(task, task)}.jsonl"
+                with replacement(path) as file:
+                    for sample in answers:
+                        file.write(json.dumps(_as_logged(sample), ensure_ascii=False, allow_nan=False) + "\n")
+                written[task] = path.relative_to(self.out.parent).as_posix()
+            self.models[name] = self.models[name].with_task(result, written)
+            self.save()
+
+    def save(self, comparisons: Sequence[ComparisonDocument] = ()) -> EvalResults:
+        """Write and return the results so far."""
+        models = [self.models[name] for name in self.names if name in self.models]
+        results = EvalResults(self.options, models, [*comparisons])
+        if self.writes:
+            write_json(self.out, results.to_dict())
+        return results
 
 
-@contextlib.contextmanager
-def open_baseline(
-    is_kept: bool, keep_predictions: Path | None, reference: Path | None, ranks: Ranks
-) -> Iterator[Baseline]:
-    """Yield the baseline with a folder for predictions of the first model, or with those of an earlier run.
+def _as_logged(sample: Mapping[str, Any]) -> Any:
+    """Return a sample as lm-eval's ``--log_samples`` writes it; NaN and infinity, which JSON lacks, become null."""
+    from lm_eval.utils import sanitize_list
 
-    All ranks write into one folder, which several machines must share: there, ``keep_predictions`` names one.
-    Raises UserError for a folder that cannot be used.
-
-    is_kept: without a named folder, a temporary one is made.
-    """
-    if reference is not None:
-        reference = resolved(reference, "--reference ")
-        yield Baseline(reference, read_about(reference), ranks)
-    elif keep_predictions is not None:
-        folder = resolved(keep_predictions, "--keep-predictions ")
-        with ranks.main_first():
-            if ranks.is_main:
-                prepare_folder(folder)
-        yield Baseline(folder, None, ranks)
-    elif is_kept:
-        with temporary_folder("predictions") if ranks.is_main else contextlib.nullcontext() as temporary:
-            yield Baseline(ranks.broadcast(temporary), None, ranks)
-            ranks.barrier()  # no rank reads in the folder any more
-    else:
-        yield Baseline(None, None, ranks)
+    arguments = {}
+    for number, texts in enumerate(sample["arguments"]):
+        arguments[f"gen_args_{number}"] = {f"arg_{position}": text for position, text in enumerate(texts)}
+    answers = {key: sanitize_list(sample[key]) for key in ("resps", "filtered_resps")}
+    return strict_json({**sample, "arguments": arguments, **answers, "target": str(sample["target"])})
 
 
-def text_windows(model: EvalModel, options: EvalOptions) -> list[np.ndarray]:
-    """Return the windows of ``options.perplexity`` in this model's ids, ``options.seq_len`` long.
-
-    Raises UserError for a text that cannot be read, or a length that the model does not support.
-    """
-    assert options.perplexity is not None
-    documents = data.read_documents(options.perplexity, model.tokenizer, vocab_size=model.vocab_size)
-    seq_len = options.seq_len or data.default_seq_len(documents, options.perplexity, model.positions)
-    if not 2 <= seq_len <= model.positions:
-        raise UserError(f"--seq-len {seq_len} must be between 2 and the {model.positions} positions of {model.name}")
-    return data.windows(documents, seq_len)[: options.windows]
+def _as_name(text: str, shown: str) -> str:
+    """Return a file's name: ``shown``, with a hash of ``text`` where it is not the whole text."""
+    name = re.sub(r"[^\w.-]", "_", shown)[:MOST_NAME].lstrip(".")
+    return name if name == text else f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

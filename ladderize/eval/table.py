@@ -2,47 +2,43 @@
 torch."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from ladderize.console import Console
-from ladderize.eval.compare import MAIN_METRICS, metric_name, pooled_units
-from ladderize.eval.comparison import CONFIDENCE, POINT, ComparisonDocument, Predictions, TaskComparison
-from ladderize.eval.results import EvalResults, ModelResult
-
-# ---- what was measured of each model ----
-
-
-def measurements(entry: ModelResult) -> dict[tuple[str, str], tuple[float, float | None]]:
-    """Return all measured numbers of one model with their standard errors, by task and metric; perplexity first."""
-    measured = {}
-    if (text := entry.model.perplexity) is not None:
-        measured["perplexity", "perplexity"] = text.perplexity, text.stderr
-    for task, values in entry.tasks.items():
-        for key, value in values.items():
-            metric, _, filtered = key.partition(",")
-            if "_stderr" not in key and filtered and isinstance(value, int | float):
-                stderr = values.get(f"{metric}_stderr,{filtered}")
-                known = stderr if isinstance(stderr, float) else None
-                measured[task, metric_name(metric, filtered)] = float(value), known
-    return measured
+from ladderize.eval.compare import CONFIDENCE, MAIN_METRICS, POINT, metric_name, pooled_units
+from ladderize.eval.results import ComparisonDocument, EvalResults, ModelResult, Predictions, TaskComparison
 
 
 def result_rows(results: EvalResults) -> list[dict[str, str]]:
-    """Return a row for each metric and model: layout, value, standard error."""
+    """Return a row for each metric and model: layout, value, standard error. Perplexity comes first."""
+    rows: dict[tuple[str, str], list[dict[str, str]]] = {}  # by task and metric
     names = short_names([entry.model.model for entry in results.models])
-    measured = [measurements(entry) for entry in results.models]
-    rows = []
-    for task, metric in dict.fromkeys(key for known in measured for key in known):
-        shown = [task, metric]
-        for name, entry, known in zip(names, results.models, measured, strict=True):
-            if (task, metric) in known:
-                value, stderr = known[task, metric]
-                row = {"task": shown[0], "metric": shown[1], "model": name}
-                row |= {"layout": entry.model.layout.partition(" layers: ")[2], "value": f"{value:.4f}"}
-                rows.append({**row, "stderr": "" if stderr is None else f"{stderr:.4f}"})
-                shown = ["", ""]  # once for all models
-    return rows
+    for name, entry in zip(names, results.models, strict=True):
+        measured, text = entry.reported.results, entry.model.perplexity
+        if text is not None:
+            values = {"perplexity,none": text.perplexity, "perplexity_stderr,none": text.stderr}
+            measured = {"perplexity": values, **measured}
+        for task, values in measured.items():
+            for key, value in values.items():
+                metric, _, filtered = key.partition(",")
+                if "_stderr" in key or not filtered or not isinstance(value, int | float):
+                    continue
+                alike = rows.setdefault((task, key), [])
+                stderr = values.get(f"{metric}_stderr,{filtered}")
+                alike.append(
+                    {
+                        "task": "" if alike else task,  # once for all models
+                        "metric": "" if alike else metric_name(metric, filtered),
+                        "model": name,
+                        "layout": entry.model.layout.partition(" layers: ")[2],
+                        "value": f"{value:.4f}",
+                        "stderr": f"{stderr:.4f}" if isinstance(stderr, float) else "",
+                    }
+                )
+    return [row for alike in rows.values() for row in alike]
 
 
 def short_names(models: Sequence[str]) -> list[str]:
@@ -58,30 +54,28 @@ def short_names(models: Sequence[str]) -> list[str]:
 def mean_accuracy(entry: ModelResult) -> float | None:
     """Return the mean over the tasks of the metric that stands for each, pooled as comparisons are; None where none is
     a share of right answers or similar, between 0 and 1."""
-    parts = entry.parts()
-    mains: dict[str, dict[str, float]] = {task: {} for task in parts.leaves}
-    for (task, metric), (value, _) in measurements(entry).items():
-        if task in mains:
-            mains[task].setdefault(metric.partition(" ")[0], value)
+    reported = entry.reported
     values: dict[str, float] = {}
-    for task, own in mains.items():
-        better = (name for name, more in parts.higher_is_better.get(task, {}).items() if more is True)
-        value = next((own[name] for name in (*MAIN_METRICS, *better) if name in own), math.nan)
+    for task in reported.leaves:
+        metrics: dict[str, float] = {}
+        for key, value in reported.results[task].items():
+            if isinstance(value, int | float):
+                metrics.setdefault(key.partition(",")[0], value)
+        better = (name for name, more in reported.higher_is_better.get(task, {}).items() if more is True)
+        value = next((metrics[name] for name in (*MAIN_METRICS, *better) if name in metrics), math.nan)
         if 0 <= value <= 1:
             values[task] = value
     means = []
-    for unit in pooled_units(parts.group_subtasks, list(values)):
+    for unit in pooled_units(reported.group_subtasks, list(values)):
         counts = [_sample_count(entry, task) for task in unit]
-        means.append(sum(count * values[task] for task, count in zip(unit, counts, strict=True)) / sum(counts))
-    return sum(means) / len(means) if means else None
+        means.append(np.average([values[task] for task in unit], weights=counts))
+    return float(np.mean(means)) if means else None
 
 
 def _sample_count(entry: ModelResult, task: str) -> int:
     """Return the number of a task's questions; 1 where the file does not say it."""
-    counts = entry.harness.get("n-samples")
-    own = counts.get(task) if isinstance(counts, Mapping) else None
-    count = own.get("effective") if isinstance(own, Mapping) else None
-    return count if isinstance(count, int) and count > 0 else 1
+    counts = entry.harness.get("n-samples", {}).get(task, {})
+    return int(counts.get("effective", 1))
 
 
 # ---- comparisons ----
@@ -92,46 +86,46 @@ def show_comparison(document: ComparisonDocument, console: Console) -> None:
     reference, other = short_names([document.reference, document.other])
     console.result(f"{other} against {reference} ({CONFIDENCE:.0%} intervals)\n")
     if document.tasks:
-        rows = [_row(one, document.margin) for one in document.tasks]
+        rows = [_row(task, document.margin) for task in document.tasks]
         console.table(rows, right=[key for key in rows[0] if key not in ("task", "metric")])
         console.result("")
     for sentence in comparison_sentences(document):
         console.prose(sentence)
 
 
-def _row(one: TaskComparison, margin: float) -> dict[str, str]:
-    unit, digits = (1.0, ".4g") if one.verdict is None else (POINT, ".1f")  # metrics between 0 and 1 are in points
-    has_flips = one.right_to_wrong is not None and one.wrong_to_right is not None
+def _row(task: TaskComparison, margin: float) -> dict[str, str]:
+    unit, digits = (1.0, ".4g") if task.verdict is None else (POINT, ".1f")  # metrics between 0 and 1 are in points
+    lost, gained = task.right_to_wrong, task.wrong_to_right
     return {
-        "task": one.task,
-        "metric": metric_name(one.metric, one.filter),
-        "ref.": f"{one.reference_value / unit:{digits}}",
-        "other": f"{one.value / unit:{digits}}",
-        "change": f"{one.difference / unit:+{digits}}",
-        "interval": interval_words(one.low, one.high, f"+{digits}", unit=unit),
-        "flips": f"-{len(one.right_to_wrong or ())} +{len(one.wrong_to_right or ())}" if has_flips else "",
-        "p": "" if one.mcnemar_p is None else f"{one.mcnemar_p:.2g}",
-        f"\u2264{margin:g} worse": (one.verdict or "").removesuffix(" samples"),
+        "task": task.task,
+        "metric": metric_name(task.metric, task.filter),
+        "ref.": f"{task.reference_value / unit:{digits}}",
+        "other": f"{task.value / unit:{digits}}",
+        "change": f"{task.difference / unit:+{digits}}",
+        "interval": interval_words(task.low, task.high, f"+{digits}", unit=unit),
+        "flips": "" if lost is None or gained is None else f"-{len(lost)} +{len(gained)}",
+        "p": "" if task.mcnemar_p is None else f"{task.mcnemar_p:.2g}",
+        f"\u2264{margin:g} worse": task.verdict or "",
     }
 
 
 def comparison_sentences(document: ComparisonDocument) -> Iterator[str]:
     """Yield the results of the whole comparison, which claim no more than the intervals show, then its limits."""
-    if (one := document.overall) is not None:
-        claim, shown = ("More than", "shown") if one.verdict == "worse" else ("At most", one.verdict)
-        tasks = "the task" if len(one.tasks) == 1 else f"all {len(one.tasks)} tasks"
-        needed = "" if one.samples_needed is None else f"; equally good models would need {one.samples_needed:,}"
+    overall, text = document.overall, document.perplexity
+    if overall is not None:
+        claim, shown = ("More than", "shown") if overall.verdict == "worse" else ("At most", overall.verdict)
+        tasks = "the task" if len(overall.tasks) == 1 else f"all {len(overall.tasks)} tasks"
         yield (
-            f"{claim} {margin_text(document.margin)} worse over {tasks}: {shown} ({one.difference / POINT:+.2f} points,"
-            f" {interval_words(one.low, one.high, '+.2f', unit=POINT)}, {one.samples:,} samples{needed})."
+            f"{claim} {margin_text(document.margin)} worse over {tasks}: {shown} ({overall.difference / POINT:+.2f}"
+            f" points, {interval_words(overall.low, overall.high, '+.2f', unit=POINT)}, {overall.samples:,} samples)."
         )
-    if (text := document.perplexity) is not None:
+    if text is not None:
         yield (
             f"Perplexity {text.reference_value:.4f} to {text.value:.4f}, a difference of {text.difference:+.4f}"
             f" ({interval_words(text.low, text.high, '+.4f')})."
         )
-    if (predictions := document.predictions) is not None:
-        yield prediction_words(predictions)
+    if document.predictions is not None:
+        yield prediction_words(document.predictions)
     yield from (f"Left out: {sentence}." for sentence in document.left_out)
     yield from (f"Note: {sentence}." for sentence in document.remarks)
 
@@ -151,8 +145,5 @@ def margin_text(margin: float) -> str:
 
 
 def interval_words(low: float | None, high: float | None, digits: str, *, unit: float = 1.0) -> str:
-    """Return an interval, such as ``-0.1 to +0.2``.
-
-    digits: the format of its ends, as for ``format``.
-    """
+    """Return an interval, such as ``-0.1 to +0.2``; digits: the format of its ends."""
     return "no interval" if low is None or high is None else f"{low / unit:{digits}} to {high / unit:{digits}}"

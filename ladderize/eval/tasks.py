@@ -1,8 +1,4 @@
-"""lm-eval's tasks: found and checked before any work, run one at a time, and each kept as soon as it is done.
-
-Beside results.json lies a model's answer to each question. A sample is one line of JSON in the layout of lm-eval's
-``--log_samples``, so lm-eval's tools and ``datasets`` read these files too.
-"""
+"""lm-eval's tasks: found and checked before any work, and run one at a time on models that ranks share."""
 
 import hashlib
 import inspect
@@ -10,8 +6,7 @@ import itertools
 import json
 import logging
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -21,27 +16,22 @@ from unittest import mock
 from torch.utils.collect_env import get_pretty_env_info
 
 from ladderize.chat_template import chat_template_of
-from ladderize.choices import flag
-from ladderize.console import Console, strict_json
+from ladderize.console import Console
 from ladderize.errors import UserError
-from ladderize.eval.comparison import ComparisonDocument
-from ladderize.eval.harness import encode_joined, share_requests
 from ladderize.eval.model import EvalModel
-from ladderize.eval.options import EvalOptions
-from ladderize.eval.results import EvalResults, ModelResult
-from ladderize.eval.task_names import no_such_task
-from ladderize.files.documents import check_writable, read_own, write_json
-from ladderize.files.regular import inside, resolved
-from ladderize.files.temporaries import replacement
+from ladderize.eval.options import EvalOptions, no_such_task
 from ladderize.ranks.group import Ranks
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-MOST_NAME = 80  # characters of a model's or a task's name in a file's name
+REQUESTS = ("loglikelihood", "loglikelihood_rolling", "generate_until")  # the methods that lm-eval calls
 
 # lm-eval describes this machine in its results, and would start pip for that after every task.
 _environment = cache(get_pretty_env_info)
+
+
+# ---- found and opened ----
 
 
 @dataclass(frozen=True)
@@ -70,8 +60,20 @@ def open_tasks(options: EvalOptions) -> AskedTasks:
     manager = _index(options)
     loaded: dict[str, Mapping[str, Any]] = {}
     asked = AskedTasks(manager, loaded)
-    for name in itertools.chain.from_iterable(_names(manager, text) for text in options.tasks):
-        content = _load(manager, name)
+    names: list[str] = []
+    for text in options.tasks:
+        matched = [text] if text in manager.all_tasks else manager.match_tasks([text])
+        if not matched:
+            raise no_such_task(text, manager.all_tasks)
+        names += matched
+    for name in names:
+        try:
+            content: Mapping[str, Any] = manager.load([name])
+        except Exception as error:  # a task may run any code to get its data
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"the task {name!r} cannot be loaded, most likely because its data set is not here: {reason}"
+            ) from error
         tasks = content["tasks"]
         fixed = [task for task, entry in tasks.items() if entry.get_config("num_fewshot") == 0]
         if options.num_fewshot and fixed:
@@ -83,24 +85,19 @@ def open_tasks(options: EvalOptions) -> AskedTasks:
     return asked
 
 
-def _names(manager: "TaskManager", asked: str) -> list[str]:
-    """Return a name of ``--tasks``, or those that a pattern matches. Raises UserError where there is none."""
-    names: list[str] = [asked] if asked in manager.all_tasks else manager.match_tasks([asked])
-    if not names:
-        raise no_such_task(asked, manager.all_tasks)
-    return names
+def _index(options: EvalOptions) -> "TaskManager":
+    """Return the manager of the tasks that lm-eval finds.
 
+    Its thousands of own tasks take many seconds, and are read only where they can matter: a task or a tag of
+    ``include_path`` hides an own one of that name, but a group may hold own tasks.
+    """
+    from lm_eval.tasks import TaskManager
 
-def _load(manager: "TaskManager", name: str) -> Mapping[str, Any]:
-    """Return what lm-eval loads for a name. Raises UserError where it cannot."""
-    try:
-        content: Mapping[str, Any] = manager.load([name])
-    except Exception as error:  # a task may run any code to get its data
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"the task {name!r} cannot be loaded, most likely because its data set is not here: {reason}"
-        ) from error
-    return content
+    if options.include_path is not None:
+        included = TaskManager(include_path=options.include_path, include_defaults=False)
+        if {*options.tasks} <= {*included.all_subtasks, *included.all_tags}:
+            return included
+    return TaskManager(include_path=options.include_path)
 
 
 def tasks_digest(asked: AskedTasks, file_digest: Callable[[Path], str]) -> str:
@@ -136,60 +133,51 @@ def tasks_digest(asked: AskedTasks, file_digest: Callable[[Path], str]) -> str:
     return digest.hexdigest()
 
 
-def _index(options: EvalOptions) -> "TaskManager":
-    """Return the manager of the tasks that lm-eval finds.
-
-    Its thousands of own tasks take many seconds, and are read only where they can matter: a task or a tag of
-    ``include_path`` hides an own one of that name, but a group may hold own tasks.
-    """
-    from lm_eval.tasks import TaskManager
-
-    if options.include_path is not None:
-        own = TaskManager(include_path=options.include_path, include_defaults=False)
-        if {*options.tasks} <= {*own.all_subtasks, *own.all_tags}:
-            return own
-    return TaskManager(include_path=options.include_path)
+# ---- run ----
 
 
-def run_tasks(model: EvalModel, asked: AskedTasks, output: "Output", ranks: Ranks, console: Console) -> None:
-    """Run the tasks of an opened model that ``output`` does not have yet, each saved as soon as it is done.
+def run_tasks(
+    model: EvalModel, asked: AskedTasks, done: Mapping[str, Any], options: EvalOptions, ranks: Ranks, console: Console
+) -> Iterator[dict[str, Any]]:
+    """Yield lm-eval's result of each task as soon as it is run, on the first rank of each machine.
 
+    done: tasks that are not run again.
     ranks: share out the questions.
     """
-    options, done, manager = output.options, output.models[model.name].tasks, asked.manager
+    name, manager = model.described.model, asked.manager
 
-    def is_done(name: str) -> bool:
+    def is_done(task: str) -> bool:
         """Return whether the results have a task, or all tasks of a tag, which they do not name."""
-        return name in done or (name in manager.all_tags and done.keys() >= asked.loaded[name]["tasks"].keys())
+        return task in done or (task in manager.all_tags and done.keys() >= asked.loaded[task]["tasks"].keys())
 
-    todo = [(number, name) for number, name in enumerate(asked.loaded, start=1) if not is_done(name)]
+    todo = [(number, task) for number, task in enumerate(asked.loaded, start=1) if not is_done(task)]
     if not todo:
         return
-    harness = model.harness(options)
+    harness = model.harness()
     if options.apply_chat_template:
-        chat_template_of(harness.tokenizer, model.name)
+        chat_template_of(harness.tokenizer, name)
     share_requests(harness, ranks)
     joined = encode_joined(harness)
     for number, task in todo:
-        console.note(f"{model.name}: {task} ({number} of {len(asked.loaded)})")
+        console.note(f"{name}: {task} ({number} of {len(asked.loaded)})")
         with console.contained(bars=True):
             result = run_task(harness, task, manager, options)
-        if output.writes and result is not None:
-            check_numbers(result["samples"], model.name, task)
-            output.add_task(model.name, result)
-    if pairs := [*itertools.chain.from_iterable(ranks.gather(joined))]:
+        if result is None:
+            continue
+        samples = itertools.chain.from_iterable(result["samples"].values())
+        if ranks.is_main and any(_has_nan(sample["resps"]) for sample in samples):
+            # lm-eval would take the first choice for the likeliest
+            raise UserError(
+                f"{name}: log-likelihoods of {task} are NaN; check the model's weights, or compute in float32"
+            )
+        yield result
+    pairs = [*itertools.chain.from_iterable(ranks.gather(joined))]
+    if pairs:
         context, answer = pairs[0]
         console.warn(
-            f"{model.name}: answers that join the last token of their context were encoded alone ({len(pairs)}, such as"
+            f"{name}: answers that join the last token of their context were encoded alone ({len(pairs)}, such as"
             f" {answer!r} behind {context[-20:]!r})"
         )
-
-
-def check_numbers(samples: Mapping[str, Sequence[Mapping[str, Any]]], model: str, task: str) -> None:
-    """Raise UserError where a log-likelihood is NaN. lm-eval would take the first choice for the likeliest."""
-    answers = (answer for own in samples.values() for sample in own for answer in sample["resps"])
-    if any(map(_has_nan, answers)):
-        raise UserError(f"{model}: log-likelihoods of {task} are NaN; check the model's weights, or compute in float32")
 
 
 def _has_nan(answer: Any) -> bool:
@@ -227,86 +215,51 @@ def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptio
     return result
 
 
-# ---- what is kept ----
+# ---- two changes of lm-eval's models: ranks share out the requests, and every answer has tokens to score ----
 
 
-class Output:
-    """The results so far, with their samples. Raises UserError where they cannot be written.
+def share_requests(harness: Any, ranks: Ranks) -> None:
+    """Let each rank answer the requests of its documents, and return all answers.
 
-    out: their file.
-    names: of all models, in order.
-    writes: this process writes it.
-    models: the entries so far by name.
+    lm-eval sees one process on every rank. So its sampler draws the few-shot examples of all documents in turn, and
+    metrics are over all answers.
+
+    harness: an ``lm_eval.api.model.LM``.
     """
 
-    def __init__(self, options: EvalOptions, out: Path, names: list[str], *, writes: bool) -> None:
-        self.options, self.names, self.writes = options, names, writes
-        self.models: dict[str, ModelResult] = {}
-        self.out = resolved(out, "--out ")
-        check_writable(self.out, inputs=[options.perplexity])
-        self.folder = self.out.with_name(f"{self.out.stem}.samples")
-        if self.out == self.folder or self.folder.is_file():
-            raise UserError(
-                f"--out {self.out}: its samples belong into {self.folder}; name a file whose samples can lie beside it"
-            )
+    def shared(answer: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def answer_all(requests: Sequence[Any], **options: Any) -> list[Any]:
+            numbers = [i for i, request in enumerate(requests) if request.doc_id % ranks.size == ranks.rank]
+            answers = answer([requests[i] for i in numbers], **options) if numbers else []
+            gathered: dict[int, Any] = {}
+            for numbered in ranks.gather([*zip(numbers, answers, strict=True)]):
+                gathered.update(numbered)
+            return [gathered[i] for i in range(len(requests))]
 
-    def earlier(self) -> dict[str, ModelResult]:
-        """Return the entries that an earlier run with the same options left in ``out``, with all their samples.
+        return answer_all
 
-        Raises UserError where it had other options, or models that are not named now: their results would be lost.
-        """
-        try:
-            results = EvalResults.from_dict(read_own(self.out), self.out)
-        except UserError:
-            return {}
-        ours, theirs = self.options.to_dict(), results.options.to_dict()
-        if different := [flag(name) for name in ours if ours[name] != theirs[name]]:
-            raise UserError(f"{self.out} is of an eval with another {' and '.join(different)}; name another --out")
-        if missing := [entry.model.model for entry in results.models if entry.model.model not in self.names]:
-            raise UserError(f"{self.out} also has {', '.join(missing)}; name all its models, or another --out")
-        known = {}
-        for entry in results.models:
-            paths = [inside(self.out.parent, file) for file in entry.samples.values()]
-            if all(path is not None and path.is_file() for path in paths):
-                known[entry.model.model] = entry
-        return known
-
-    def add_task(self, name: str, result: dict[str, Any]) -> None:
-        """Add the results of a task. Its samples are on disk, in whole files, before results.json names them."""
-        folder = self.folder / _as_name(name, Path(name).name)
-        folder.mkdir(parents=True, exist_ok=True)
-        written: dict[str, str] = {}
-        for task, samples in result.pop("samples").items():
-            path = folder / f"{_as_name(task, task)}.jsonl"
-            with replacement(path) as file:
-                for sample in samples:
-                    file.write(json.dumps(_as_logged(sample), ensure_ascii=False, allow_nan=False) + "\n")
-            written[task] = path.relative_to(self.out.parent).as_posix()
-        self.models[name] = self.models[name].with_task(result, written)
-        self.save()
-
-    def save(self, comparisons: Sequence[ComparisonDocument] = ()) -> EvalResults:
-        """Write and return the results so far."""
-        known = [self.models[name] for name in self.names if name in self.models]
-        results = EvalResults(self.options, known, [*comparisons])
-        if self.writes:
-            write_json(self.out, results.to_dict())
-        return results
+    for name in REQUESTS if ranks.size > 1 else ():
+        setattr(harness, name, shared(getattr(harness, name)))
 
 
-def _as_logged(sample: Mapping[str, Any]) -> Any:
-    """Return a sample as lm-eval's ``--log_samples`` writes it; NaN and infinity, which JSON lacks, become null."""
-    from lm_eval.utils import sanitize_list
+def encode_joined(harness: Any) -> list[tuple[str, str]]:
+    """Encode an answer alone where its text joins the context's last token, so that it would have no token.
 
-    arguments = {
-        f"gen_args_{number}": {f"arg_{place}": part for place, part in enumerate(parts)}
-        for number, parts in enumerate(sample["arguments"])
-    }
-    answers = {key: sanitize_list(sample[key]) for key in ("resps", "filtered_resps")}
-    return strict_json({**sample, "arguments": arguments, **answers, "target": str(sample["target"])})
+    So does lm-eval's pull request 4055. Returns a list that gets each such pair.
 
+    harness: an ``lm_eval.api.model.TemplateLM``.
+    """
+    encode_pair, joined = harness._encode_pair, list[tuple[str, str]]()
 
-def _as_name(text: str, shown: str) -> str:
-    """Return a part of a file name: ``shown``, with a hash of ``text`` where it is not the whole text."""
-    name = re.sub(r"[^\w.-]", "_", shown)[:MOST_NAME].lstrip(".")
-    return name if name == text else f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    def encode(context: str, answer: str) -> tuple[list[int], list[int]]:
+        context_ids, answer_ids = encode_pair(context, answer)
+        if not answer_ids:
+            spaces = context[len(context.rstrip()) :]  # which lm-eval scores with the answer
+            answer_ids = harness.tok_encode(spaces + answer, add_special_tokens=False)
+            joined.append((context, answer))
+        if not answer_ids:
+            raise UserError(f"an answer has no token: its text is {answer!r}, behind {context[-40:]!r}; mend the task")
+        return context_ids, answer_ids
+
+    harness._encode_pair = encode
+    return joined

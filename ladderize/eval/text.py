@@ -2,14 +2,15 @@
 
 The logits themselves would be vast. A folder of kept predictions holds ``window-N.safetensors`` (``states`` [scored
 tokens, hidden], the normed final hidden states), ``head.safetensors`` (``weight`` [vocabulary, hidden] and perhaps
-``bias``), and ``predictions.json`` (``KeptPredictions``), which is written last: without it the others are worth
-nothing. Logits are ``states @ weight.T + bias``, in the dtype that both have.
+``bias``), and ``predictions.json`` (``PredictedText``), which is written last: without it the others are worth nothing.
+Logits are ``states @ weight.T + bias``, in the dtype that both have.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,35 +23,37 @@ from torch import Tensor
 
 from ladderize.blocks import check_finite
 from ladderize.console import sentence
+from ladderize.data.windows import cut_windows, default_seq_len, read_documents
 from ladderize.errors import UserError
-from ladderize.eval.comparison import Predictions, bootstrapped
+from ladderize.eval.compare import bootstrapped
+from ladderize.eval.options import EvalOptions
+from ladderize.eval.results import Predictions
 from ladderize.families.registry import decoder_of, find_family
-from ladderize.files.documents import check_writable, read_document
+from ladderize.files.documents import check_writable, read_document, write_json
 from ladderize.files.records import Record
+from ladderize.files.regular import resolved
+from ladderize.files.temporaries import temporary_folder
+from ladderize.ranks.group import Ranks
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LOGITS_AT_A_TIME = 1 << 24  # about six arrays of this size exist while models are compared
-ABOUT_NAME, HEAD_NAME, WINDOW_FILES = "predictions.json", "head.safetensors", "window-*.safetensors"
+DOCUMENT, HEAD, WINDOW = "predictions.json", "head", "window-{}"
 
 
 # ---- kept predictions ----
 
 
 @dataclass(frozen=True)
-class KeptPredictions(Record):
-    """The description of a folder of predictions.
-
-    model: as it was named.
-    ids_sha256: of the windows' ids.
-    """
+class PredictedText(Record):
+    """Whose predictions a folder holds, and on which windows."""
 
     model: str
     ids_sha256: str
     vocab_size: int
 
-    def difference(self, other: "KeptPredictions") -> str | None:
+    def difference(self, other: "PredictedText") -> str | None:
         """Return why predictions of ``other`` cannot be compared with these; None where they can."""
         if self.vocab_size != other.vocab_size:
             return f"their vocabulary has {self.vocab_size} tokens, and this one {other.vocab_size}"
@@ -59,48 +62,106 @@ class KeptPredictions(Record):
         return None
 
 
+@dataclass
+class KeptPredictions:
+    """A folder of predictions; text: None until it is whole."""
+
+    folder: Path
+    text: PredictedText | None = None
+
+    def save(self, name: str, tensors: Mapping[str, Tensor | None]) -> None:
+        """Write a file. Raises UserError where the disk is full."""
+        path = self.folder / f"{name}.safetensors"
+        kept = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+        try:
+            save_file({key: tensor.detach().cpu().contiguous().clone() for key, tensor in kept.items()}, path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{path}: the predictions cannot be kept ({sentence(error)}); name another folder by --keep-predictions"
+            ) from error
+
+    def load(self, name: str, device: torch.device) -> dict[str, Tensor]:
+        """Read a file. Raises UserError where that fails."""
+        path = self.folder / f"{name}.safetensors"
+        try:
+            return load_file(path, device=str(device))
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} cannot be read ({sentence(error)}); evaluate the reference again") from None
+
+    def finish(self, text: PredictedText, ranks: Ranks) -> None:
+        """Write what the folder holds."""
+        self.text = text
+        if ranks.is_main:
+            write_json(self.folder / DOCUMENT, text.to_dict())
+        ranks.barrier()  # no rank goes on before it is written
+
+
+@contextlib.contextmanager
+def open_baseline(options: EvalOptions, ranks: Ranks) -> Iterator[KeptPredictions | None]:
+    """Yield a folder for predictions of the first model, or with those of an earlier run; None where none are compared.
+
+    All ranks write into one folder, which several machines must share: there, ``keep_predictions`` names one.
+    Raises UserError for a folder that cannot be used.
+    """
+    if options.reference is not None:
+        folder = resolved(options.reference, "--reference ")
+        path = folder / DOCUMENT
+        if not path.is_file():
+            raise UserError(f"{folder} holds no kept predictions (no {DOCUMENT}); keep the reference's first")
+        yield KeptPredictions(folder, PredictedText.from_dict(read_document(path, "file of kept predictions"), path))
+    elif options.keep_predictions is not None:
+        folder = resolved(options.keep_predictions, "--keep-predictions ")
+        with ranks.main_first():
+            if ranks.is_main:
+                prepare_folder(folder)
+        yield KeptPredictions(folder)
+    elif len(options.models) > 1 and options.perplexity is not None and options.engine == "transformers":
+        with temporary_folder("predictions") if ranks.is_main else contextlib.nullcontext() as temporary:
+            yield KeptPredictions(ranks.broadcast(temporary))
+            ranks.barrier()  # no rank reads in the folder any more
+    else:
+        yield None
+
+
 def prepare_folder(folder: Path) -> None:
     """Make ``folder`` ready for predictions; earlier ones in it are removed. Raises UserError if it holds anything
     else."""
     if not folder.parent.is_dir():
         raise UserError(f"{folder}: the folder {folder.parent} does not exist")
-    earlier = [*folder.glob(WINDOW_FILES), folder / HEAD_NAME, folder / ABOUT_NAME]
+    # the document first
+    earlier = [folder / DOCUMENT, folder / f"{HEAD}.safetensors", *folder.glob(f"{WINDOW.format('*')}.safetensors")]
     if folder.exists() and (not folder.is_dir() or {*folder.iterdir()} - {*earlier}):
         raise UserError(f"{folder} is not an empty folder; name another to keep predictions in")
     folder.mkdir(exist_ok=True)
-    check_writable(folder / ABOUT_NAME)
-    for path in reversed(earlier):  # the document first
+    check_writable(folder / DOCUMENT)
+    for path in earlier:
         path.unlink(missing_ok=True)
 
 
-def read_about(folder: Path) -> KeptPredictions:
-    """Return the description of a folder of predictions; raises UserError for any other folder."""
-    path = folder / ABOUT_NAME
-    if not path.is_file():
-        raise UserError(f"{folder} holds no kept predictions (no {path.name}); keep the reference's first")
-    return KeptPredictions.from_dict(read_document(path, "file of kept predictions"), path)
+# ---- windows and their scores ----
 
 
-def load_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
-    """Read a file of a folder of predictions. Raises UserError where that fails."""
-    try:
-        return load_file(path, device=str(device))
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read ({sentence(error)}); evaluate the reference again") from None
+def text_windows(
+    options: EvalOptions, tokenizer: "PreTrainedTokenizerBase | None", *, vocab_size: int, positions: int
+) -> list[np.ndarray]:
+    """Return the windows of ``options.perplexity`` in a model's ids, ``options.seq_len`` long.
+
+    Raises UserError for a text that cannot be read, or a length beyond the model's positions.
+    """
+    assert options.perplexity is not None
+    documents = read_documents(options.perplexity, tokenizer, vocab_size=vocab_size)
+    seq_len = options.seq_len or default_seq_len([options.perplexity], positions)
+    if not 2 <= seq_len <= positions:
+        raise UserError(f"--seq-len {seq_len} must be between 2 and the {positions} positions of the model")
+    return cut_windows(documents, seq_len)[: options.windows]
 
 
-def save_tensors(path: Path, **tensors: Tensor | None) -> None:
-    """Write a file of a folder of predictions. Raises UserError where the disk is full."""
-    try:
-        known = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in known.items()}, path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{path}: the predictions cannot be kept ({sentence(error)}); name another folder by --keep-predictions"
-        ) from error
-
-
-# ---- the scores of windows ----
+def ids_sha256(windows: list[np.ndarray]) -> str:
+    """Return a hash of the ids of windows and of their lengths."""
+    digest = hashlib.sha256(json.dumps([len(window) for window in windows]).encode())
+    for window in windows:
+        digest.update(np.ascontiguousarray(window, dtype="<i8").tobytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -117,27 +178,14 @@ class WindowScore:
     same_top: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
 
 
-def output_layer(model: "PreTrainedModel") -> tuple[torch.nn.Linear, float]:
-    """Return the output layer, and the factor of the final states with which it makes the logits.
-
-    Raises UserError for an architecture that ladderize does not know, which may cap its logits, say.
-    """
-    layer, config = model.get_output_embeddings(), model.config.to_dict()
-    if not isinstance(layer, torch.nn.Linear) or find_family(config) is None:
-        raise UserError(
-            f"--perplexity is for the families of models that ladderize converts, not for a {config.get('model_type')}"
-        )
-    return layer, decoder_of(config).logits_scale
-
-
 def score_windows(
     model: "PreTrainedModel",
     windows: list[np.ndarray],
     *,
     batch_size: int = 8,
     chosen: range | None = None,
-    keep: Path | None = None,
-    reference: Path | None = None,
+    keep: KeptPredictions | None = None,
+    reference: KeptPredictions | None = None,
     advance: Callable[[int], None] = lambda n: None,
 ) -> list[WindowScore]:
     """Score the ``chosen`` windows (None: all), int64 [n] each; consecutive windows of equal length are batched.
@@ -145,27 +193,34 @@ def score_windows(
     The model's body runs on batches, its output layer on so few tokens at a time that memory stays bounded for any
     vocabulary.
 
-    keep: a folder to write this model's states and output layer into; the caller writes the description.
-    reference: a folder that ``keep`` of another model filled for the same windows.
+    keep: takes this model's states and output layer.
+    reference: what ``keep`` of another model took of the same windows.
     advance: is called with the number of windows scored.
-    Raises UserError where a folder cannot be written or read.
+    Raises UserError for an architecture that ladderize does not know, which may cap its logits, say; and where a folder
+    cannot be written or read.
     """
+    layer, config = model.get_output_embeddings(), model.config.to_dict()
+    if not isinstance(layer, torch.nn.Linear) or find_family(config) is None:
+        raise UserError(
+            f"--perplexity is for the families of models that ladderize converts, not for a {config.get('model_type')}"
+        )
+    scale = decoder_of(config).logits_scale
     device = next(model.get_input_embeddings().parameters()).device
-    layer, scale = output_layer(model)
     chosen = range(len(windows)) if chosen is None else chosen
     if keep is not None and 0 in chosen:  # one of several ranks
-        save_tensors(keep / HEAD_NAME, weight=layer.weight, bias=layer.bias)
-    head = None if reference is None else load_tensors(reference / HEAD_NAME, device)
+        keep.save(HEAD, {"weight": layer.weight, "bias": layer.bias})
+    head = None if reference is None else reference.load(HEAD, device)
+    groups = [[*alike] for _, alike in itertools.groupby(chosen, key=lambda index: len(windows[index]))]
+    batches = [group[first : first + batch_size] for group in groups for first in range(0, len(group), batch_size)]
     scores = []
     with torch.inference_mode():
-        for batch in window_batches(windows, chosen, batch_size):
+        for batch in batches:
             ids = torch.from_numpy(np.stack([windows[index] for index in batch])).to(device)
             states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state * scale
             for row, index in enumerate(batch):
-                name = WINDOW_FILES.replace("*", str(index))
                 if keep is not None:
-                    save_tensors(keep / name, states=states[row, :-1])
-                theirs = None if reference is None else load_tensors(reference / name, device)["states"]
+                    keep.save(WINDOW.format(index), {"states": states[row, :-1]})
+                theirs = None if reference is None else reference.load(WINDOW.format(index), device)["states"]
                 targets = ids[row, 1:].to(states.device)
                 scores.append(score_window(layer, states[row, :-1], targets, head, theirs))
             advance(len(batch))
@@ -184,31 +239,16 @@ def score_window(
     total, kl, same = 0.0, [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
     at_once = max(1, LOGITS_AT_A_TIME // layer.out_features)
     for first in range(0, len(targets), at_once):
-        part = slice(first, first + at_once)
-        logits = layer(states[part]).float()
+        tokens = slice(first, first + at_once)
+        logits = layer(states[tokens]).float()
         log_q = logits.log_softmax(-1)
-        total -= float(log_q.gather(-1, targets[part, None]).double().sum())
+        total -= float(log_q.gather(-1, targets[tokens, None]).double().sum())
         if head is not None and theirs is not None:
-            other = torch.nn.functional.linear(theirs[part], head["weight"], head.get("bias")).float()
+            other = torch.nn.functional.linear(theirs[tokens], head["weight"], head.get("bias")).float()
             log_p = other.log_softmax(-1)
             kl.append((log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0).cpu())
             same.append((other.argmax(-1) == logits.argmax(-1)).cpu())
     return WindowScore(total, torch.cat(kl).numpy(), torch.cat(same).numpy())
-
-
-def window_batches(windows: list[np.ndarray], chosen: range, batch_size: int) -> Iterator[list[int]]:
-    """Yield the numbers of at most ``batch_size`` consecutive windows of equal length."""
-    for _, alike in itertools.groupby(chosen, key=lambda index: len(windows[index])):
-        while batch := [*itertools.islice(alike, batch_size)]:
-            yield batch
-
-
-def ids_sha256(windows: list[np.ndarray]) -> str:
-    """Return a hash of the ids of windows and of their lengths."""
-    digest = hashlib.sha256(json.dumps([len(window) for window in windows]).encode())
-    for window in windows:
-        digest.update(np.ascontiguousarray(window, dtype="<i8").tobytes())
-    return digest.hexdigest()
 
 
 def predictions_of(scores: list[WindowScore], reference: str) -> Predictions:
@@ -220,12 +260,12 @@ def predictions_of(scores: list[WindowScore], reference: str) -> Predictions:
     check_finite(tokens.sum(), "the divergence from the reference's predictions")
     sums = np.array([score.kl.sum(dtype=np.float64) for score in scores])
     counts = np.array([len(score.kl) for score in scores], dtype=float)
-    estimate = bootstrapped(lambda kl, count, axis=-1: kl.sum(axis) / count.sum(axis), sums, counts)
+    low, high, _ = bootstrapped(lambda kl, count, axis=-1: kl.sum(axis) / count.sum(axis), sums, counts)
     return Predictions(
         reference=reference,
         mean_kl=float(tokens.mean()),
-        low=estimate.low,
-        high=estimate.high,
+        low=low,
+        high=high,
         p99_kl=float(np.quantile(tokens, 0.99)),
         same_top_share=float(np.concatenate([score.same_top for score in scores]).mean()),
         tokens=len(tokens),

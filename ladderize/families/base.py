@@ -42,7 +42,6 @@ class Decoder:
 class Family:
     """A family of models that ladderize converts.
 
-    model_type: of config.json.
     class_prefix: the beginning of transformers' class names.
     read: returns the decoder of a config with defaults filled in; raises UserError.
     defaults: transformers' values for keys that a config leaves out.
@@ -78,8 +77,7 @@ class Family:
         return int(stated or config["num_attention_heads"])
 
     def describe(self, config: Mapping[str, Any]) -> Decoder:
-        """Return the decoder that this config describes; raises UserError for a config that makes no sense in this
-        family."""
+        """Return the decoder that this config describes; raises UserError for one that makes no sense."""
         return self.read(self.complete(config))
 
 
@@ -121,7 +119,6 @@ def layer_windows(
     """Return the window of each layer, None for one without.
 
     is_sliding: says which layers have one, where the config has no ``layer_types``.
-    Raises UserError for an invalid ``layer_types``.
     """
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     if kinds is None:

@@ -21,10 +21,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if (family := find_family(config)) is not None:
         return family
     stated = config.get("model_type") or "model without model_type"
-    known = ", ".join(family.model_type for family in SUPPORTED)
+    supported = ", ".join(family.model_type for family in SUPPORTED)
     raise UserError(
         f"this is a {stated}, which ladderize does not convert (docs/models.md says why); model_type must be one of"
-        f" {known}"
+        f" {supported}"
     )
 
 
@@ -39,8 +39,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoder_of(config: Mapping[str, Any]) -> Decoder:
-    """Return the decoder of a config; raises UserError for an unsupported family, or a config that makes no sense in
-    its own."""
+    """Return the decoder of a config; raises UserError for another family, or a config that makes no sense."""
     return family_of(config).describe(config)
 
 
@@ -51,6 +50,5 @@ def is_ladderized(config: Mapping[str, Any]) -> bool:
 
 
 def is_authors(config: Mapping[str, Any]) -> bool:
-    """Return whether the config is of the published checkpoints of Ladder Residual, which state their layout in another
-    way."""
+    """Return whether the config is of the authors' checkpoints of Ladder Residual, whose layout has another form."""
     return config.get("model_type") == AUTHORS_TYPE

@@ -66,7 +66,6 @@ def qwen_places(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Layers from ``max_window_layers`` on have a window, unless ``layer_types`` names them; none has one without
     ``use_sliding_window``. All rotate.
-    Raises UserError for an invalid config.
     """
     window, first = window_of(config) if config["use_sliding_window"] else None, config["max_window_layers"]
     if type(first) is not int:
@@ -112,7 +111,6 @@ def rotating_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
 
     ``no_rope_layers`` has a 1 for each layer that rotates and a 0 for each that does not; without it every
     ``no_rope_layer_interval``-th layer does not.
-    Raises UserError for an invalid config.
     """
     layers, stated, interval = (
         config[key] for key in ("num_hidden_layers", "no_rope_layers", "no_rope_layer_interval")

@@ -25,8 +25,9 @@ def check_writable(path: Path, option: str = "--out", *, inputs: Iterable[str | 
     parent = path.parent
     if not parent.is_dir():
         raise UserError(f"{option} {path}: the folder {parent} does not exist")
-    if (why := why_unwritable(parent)) is not None:
-        raise UserError(f"{option} {path} cannot be written: {why}")
+    reason = why_unwritable(parent)
+    if reason is not None:
+        raise UserError(f"{option} {path} cannot be written: {reason}")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -35,27 +36,22 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         file.write(to_json(value) + "\n")
 
 
-def read_document(path: Path, what: str) -> dict[str, Any]:
-    """Return a result file of ladderize; raises UserError unless it has our schema.
-
-    what: the kind of file, such as "rank assignment", for messages.
-    """
-    document = read_json(path, advice=f"it should be a {what}")
-    if "schema_version" not in document:
-        raise UserError(f"{path} is no result file of ladderize, which has a schema_version; it should be a {what}")
-    version = document["schema_version"]
-    if type(version) is not int or version != SCHEMA_VERSION:
+def read_document(path: Path, kind: str) -> dict[str, Any]:
+    """Return a result file of ladderize, such as a "rank assignment"; raises UserError unless it has our schema."""
+    document = read_json(path, advice=f"it should be a {kind}")
+    version = document.get("schema_version")
+    if version is None:
+        raise UserError(f"{path} is no result file of ladderize, which has a schema_version; it should be a {kind}")
+    if version != SCHEMA_VERSION:
         raise UserError(
-            f"{path} has schema_version {version!r}, but a {what} that this ladderize reads has {SCHEMA_VERSION}"
+            f"{path} has schema_version {version!r}, but a {kind} that this ladderize reads has {SCHEMA_VERSION}"
         )
     return document
 
 
 def read_json(path: Path, *, advice: str = "download it again") -> dict[str, Any]:
-    """Return the JSON object in a file; raises UserError for any other content, and for NaN and Infinity.
-
-    advice: ends the message.
-    """
+    """Return the JSON object in a file; raises UserError, which ends with ``advice``, for any other content, and for
+    NaN and Infinity."""
     content = read_bytes(path)
     try:
         value = parse_json(content)
@@ -76,19 +72,17 @@ def read_own(path: Path) -> dict[str, Any]:
 
 
 def read_section(path: Path, key: str, option: str) -> Mapping[str, Any]:
-    """Return the object under ``key`` of a JSON or YAML file; raises UserError where there is none.
-
-    option: the one that names the file.
-    """
+    """Return the object under ``key`` of the JSON or YAML file that an option names; raises UserError where there is
+    none."""
     path = resolved(path, f"{option} ")
     document: Any
     if path.suffix == ".json":  # which is YAML, but for tabs
         document = read_json(path, advice=f"name a file with a {key}")
     else:
-        document = read_yaml(path, what=f"{option} ")
-    section = document.get(key) if isinstance(document, Mapping) else None
+        document = read_yaml(path, option=f"{option} ")
+    document = document if isinstance(document, Mapping) else {}
+    section = document.get(key)
     if not isinstance(section, Mapping):
-        known = [str(name) for name, value in document.items() if value] if isinstance(document, Mapping) else []
-        has = ", ".join(known) or "no keys"
-        raise UserError(f"{option} {path} has no {key}, but {has}; name a file with a {key}")
+        keys = ", ".join(str(name) for name, value in document.items() if value) or "no keys"
+        raise UserError(f"{option} {path} has no {key}, but {keys}; name a file with a {key}")
     return section

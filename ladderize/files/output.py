@@ -15,9 +15,8 @@ from ladderize.files.temporaries import fsync, fsync_tree, lock_folder, locked_f
 
 def not_a_checkpoint(folder: Path) -> str | None:
     """Return why --overwrite may not replace ``folder``; None if it is a checkpoint."""
-    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-        return None
-    return "is not a checkpoint (no config.json with safetensors)"
+    is_checkpoint = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    return None if is_checkpoint else "is not a checkpoint (no config.json with safetensors)"
 
 
 def check_target(
@@ -40,11 +39,13 @@ def check_target(
     if out.is_dir() and any(out.iterdir()):
         if not overwrite:
             raise UserError(f"OUT {out} is not empty; choose another folder or pass --overwrite")
-        if (what := foreign(out)) is not None:
-            raise UserError(f"OUT {out} {what}, so --overwrite does not replace it")
+        problem = foreign(out)
+        if problem is not None:
+            raise UserError(f"OUT {out} {problem}, so --overwrite does not replace it")
     parent = next(parent for parent in out.parents if parent.exists())
-    if (why := why_unwritable(parent)) is not None:
-        raise UserError(f"OUT {out} cannot be written: {parent} takes no files ({why})")
+    reason = why_unwritable(parent)
+    if reason is not None:
+        raise UserError(f"OUT {out} cannot be written: {parent} takes no files ({reason})")
     return out
 
 
@@ -68,45 +69,43 @@ def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
 @contextmanager
 def scratch_folder(out: Path) -> Iterator[Path]:
     """Yield a locked temporary folder beside ``out``, which is removed at the end. ``clean_up`` is called first."""
-    made = [folder for folder in out.parents if not folder.exists()]
+    new_parents = [folder for folder in out.parents if not folder.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
     clean_up(out)
     try:
-        with locked_folder(out.parent, _prefix(out)) as folder:
+        with locked_folder(out.parent, f"{_hidden(out)}-") as folder:
             yield folder
     finally:
         with suppress(OSError):  # they are not empty where the run succeeded
-            for parent in made:
+            for parent in new_parents:
                 parent.rmdir()
 
 
-def _prefix(out: Path) -> str:
-    return f".{out.name}.ladderize-"
+def _hidden(out: Path) -> str:
+    return f".{out.name}.ladderize"
 
 
 def _aside(out: Path) -> Path:
     """Return the name of the folder that was at ``out``, while another takes its place."""
-    return out.parent / f".{out.name}.ladderize-old"
+    return out.with_name(f"{_hidden(out)}-old")
 
 
 def clean_up(out: Path) -> None:
     """Remove temporaries of ``out`` whose writer is gone, and restore a folder that a killed run had set aside."""
     aside = _aside(out)
     with suppress(FileNotFoundError, BlockingIOError):  # another run has finished its swap, or is in the middle of it
-        if aside.exists() and (lock := lock_folder(aside)) is not None:
+        lock = lock_folder(aside)
+        if lock is not None:
             if out.is_dir() and any(out.iterdir()):
                 shutil.rmtree(aside, ignore_errors=True)
             else:
                 os.rename(aside, out)
             os.close(lock)
-    remove_abandoned(out.parent, _prefix(out))
+    remove_abandoned(out.parent, f"{_hidden(out)}-")
 
 
 def _take_place(temporary: Path, out: Path, overwrite: bool) -> None:
-    """Rename ``temporary`` to ``out``, and remove the folder that was there.
-
-    Raises UserError where ``out`` is not empty and ``overwrite`` is False.
-    """
+    """Rename ``temporary`` to ``out``, and remove the folder that was there."""
     try:
         os.rename(temporary, out)  # replaces nothing but an empty folder
         return
@@ -115,10 +114,9 @@ def _take_place(temporary: Path, out: Path, overwrite: bool) -> None:
             raise
     if not overwrite:
         raise UserError(f"OUT {out} was written to by another program meanwhile; nothing was written")
-    try:
+    lock = None
+    with suppress(BlockingIOError):
         lock = lock_folder(out)
-    except BlockingIOError:
-        lock = None
     if lock is None:
         raise UserError(f"OUT {out} is being replaced by another run; nothing was written")
     aside = _aside(out)  # if this run is killed between the two renames, the next one puts the old folder back
@@ -148,9 +146,8 @@ def transfer(source: Path, target: Path, *, copy: bool, advance: Callable[[int],
             os.link(source, target)
             advance(size)
             return "linked"
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                raise
+        except OSError:  # another file system, or one without links
+            pass
     shutil.copyfile(source, target)  # fsync comes at the end, for all files together
     advance(size)
     if target.stat().st_size != size or source.stat().st_size != size:

@@ -1,6 +1,6 @@
-"""Typed documents: dataclasses that are written as JSON and checked when read, so that only here ``dict[str, Any]``
-occurs."""
+"""Typed documents: dataclasses that are written as JSON and checked when read."""
 
+import contextlib
 import types
 import typing
 from collections.abc import Mapping
@@ -26,26 +26,24 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         """Return the document as JSON holds it; ``from_dict`` reads it back."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        shown = {name: value for name, value in values.items() if value is not None or name not in self.LEFT_OUT}
-        return {name: _plain(value) for name, value in shown.items()}
+        return _plain({name: value for name, value in values.items() if value is not None or name not in self.LEFT_OUT})
 
     @classmethod
     def from_dict(cls: type[OwnRecord], value: object, where: str | Path) -> OwnRecord:
         """Return the record of a document that ``to_dict`` made. Unknown keys are ignored.
 
-        where: begins the messages.
-        Raises UserError for a missing field or a value of another type.
+        where: begins the messages about a missing field, or a value of another type.
         """
         if not isinstance(value, Mapping):
             raise UserError(f"{where} is {shown(value)}, but must be an object")
-        known, hints = {}, get_type_hints(cls)
+        values, hints = {}, get_type_hints(cls)
         for field in fields(cls):  # type: ignore[arg-type]
             key = field.name
             if key in value:
-                known[key] = read_value(hints[key], value[key], f"{where}: {key}")
+                values[key] = read_value(hints[key], value[key], f"{where}: {key}")
             elif field.default is MISSING and field.default_factory is MISSING:
                 raise UserError(f"{where} has no {key}")
-        return cls(**known)
+        return cls(**values)
 
 
 def _plain(value: Any) -> Any:
@@ -59,23 +57,16 @@ def _plain(value: Any) -> Any:
 
 
 def read_value(kind: Any, value: Any, where: str) -> Any:
-    """Return ``value`` as the annotation ``kind``; raises UserError for a value of another type.
-
-    where: begins the message.
-    """
+    """Return ``value`` as the annotation ``kind``; one of another type is a UserError that begins with ``where``."""
     origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
+    if kind is Any or (value is None and type(None) in arguments):
         return value
     if origin in (Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        options = [option for option in arguments if option is not type(None)]
-        for option in options[:-1]:
-            try:
+        *options, last = [option for option in arguments if option is not type(None)]
+        for option in options:
+            with contextlib.suppress(UserError):
                 return read_value(option, value, where)
-            except UserError:
-                continue
-        return read_value(options[-1], value, where)
+        return read_value(last, value, where)
     if origin is Literal:
         if value not in arguments or type(value) is bool:
             raise UserError(f"{where} is {shown(value)}, but must be one of {', '.join(map(str, arguments))}")
@@ -83,20 +74,18 @@ def read_value(kind: Any, value: Any, where: str) -> Any:
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
             raise UserError(f"{where} is {shown(value)}, but must be a list")
-        if origin is tuple and arguments[-1] is not Ellipsis:
-            if len(value) != len(arguments):
-                raise UserError(f"{where} has {len(value)} entries, but must have {len(arguments)}")
-            kinds = arguments
-        else:
-            kinds = (arguments[0],) * len(value)
-        items = [read_value(kinds[index], item, f"{where}[{index}]") for index, item in enumerate(value)]
-        return tuple(items) if origin is tuple else items
+        kinds = arguments
+        if origin is list or arguments[-1] is Ellipsis:
+            kinds = arguments[:1] * len(value)
+        if len(value) != len(kinds):
+            raise UserError(f"{where} has {len(value)} entries, but must have {len(kinds)}")
+        return origin(read_value(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             raise UserError(f"{where} is {shown(value)}, but must be an object")
-        inner = arguments[1]
         return {
-            _key(arguments[0], key, where): read_value(inner, item, f"{where}.{key}") for key, item in value.items()
+            _key(arguments[0], key, where): read_value(arguments[1], item, f"{where}.{key}")
+            for key, item in value.items()
         }
     if isinstance(kind, type) and issubclass(kind, Record):
         return kind.from_dict(value, where)
@@ -113,14 +102,12 @@ def read_value(kind: Any, value: Any, where: str) -> Any:
 
 
 def _key(kind: Any, key: Any, where: str) -> Any:
-    if kind is int:
-        try:
-            return int(key)
-        except (TypeError, ValueError):
-            raise UserError(f"{where} has the key {key!r}, which is not an integer") from None
-    if kind is str and type(key) is not str:  # YAML has other keys, too
+    """Return the key of a mapping: text in JSON, also of an integer, and anything in YAML."""
+    if kind is int and not str(key).removeprefix("-").isdecimal():
+        raise UserError(f"{where} has the key {key!r}, which is not an integer")
+    if kind is str and type(key) is not str:
         raise UserError(f"{where} has the key {key!r}, which is not text")
-    return key
+    return int(key) if kind is int else key
 
 
 def shown(value: object) -> str:

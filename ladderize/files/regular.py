@@ -15,19 +15,19 @@ MAX_DOCUMENT_BYTES = 128 << 20  # of a document that is read as a whole: a hundr
 MAX_LINE_BYTES = 64 << 20  # of one line of JSON: ten million tokens
 
 
-def resolved(path: str | Path, what: str = "") -> Path:
+def resolved(path: str | Path, option: str = "") -> Path:
     """Return the absolute path without links and ``~``; raises UserError for loops and unknown users' homes.
 
-    what: precedes the path in the message, such as "OUT "; with it an empty path, which is the current folder's, is
-    refused: a variable may not be set.
+    option: precedes the path in the message, such as "OUT "; with it an empty path, which would be the current folder,
+    is refused: a variable may not be set.
     """
-    if what and not str(path).strip():
-        raise UserError(f"{what}is empty; name a file or folder")
+    if option and not str(path).strip():
+        raise UserError(f"{option}is empty; name a file or folder")
     try:
         return Path(path).expanduser().resolve()
     except (RuntimeError, ValueError, OSError):
         raise UserError(
-            f"{what}{path} cannot be resolved: a loop of links, the home folder of an unknown user, or a path in a"
+            f"{option}{path} cannot be resolved: a loop of links, the home folder of an unknown user, or a path in a"
             " current folder that was deleted; name another"
         ) from None
 
@@ -43,10 +43,10 @@ def names_a_file(text: str) -> bool:
 def inside(folder: Path, name: str) -> Path | None:
     """Return the path of ``name``, which comes from a stranger's file, in ``folder``; None where it leads out."""
     try:
-        found = resolved(folder / name)
+        path = resolved(folder / name)
     except UserError:
         return None
-    return found if found.is_relative_to(resolved(folder)) else None
+    return path if path.is_relative_to(resolved(folder)) else None
 
 
 def check_regular(path: Path) -> None:
@@ -71,11 +71,9 @@ def read_bytes(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> bytes:
 
 
 def read_text(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> str:
-    """Return the content as UTF-8 text with LF behind each line and no BOM, whatever the locale and the system that
-    wrote it; raises UserError where it is not UTF-8."""
+    """Return the content as UTF-8 text with LF behind each line and no BOM, whatever system wrote it."""
     try:
-        text = read_bytes(path, limit).decode("utf-8-sig")
-        return text.replace("\r\n", "\n").replace("\r", "\n")
+        return read_bytes(path, limit).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start}); is it another kind of file?") from None
 
@@ -83,9 +81,7 @@ def read_text(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> str:
 def read_lines(path: Path, limit: int = MAX_LINE_BYTES) -> Iterator[bytes]:
     """Yield the lines of a regular file with their ends; raises UserError for one longer than ``limit`` bytes."""
     with open_regular(path) as file:
-        number = 0
-        while line := file.readline(limit + 1):
-            number += 1
+        for number, line in enumerate(iter(lambda: file.readline(limit + 1), b""), 1):
             if len(line) > limit:
                 raise UserError(
                     f"{path}, line {number} is longer than {human_bytes(limit)}; write one JSON object a line"

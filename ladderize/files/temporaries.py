@@ -25,16 +25,6 @@ def why_unwritable(folder: Path) -> str | None:
         return error.strerror
 
 
-def try_lock(descriptor: int) -> bool:
-    """Lock an open file or folder for this process; return False if another one holds it, or the file system has no
-    locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
 def lock_folder(folder: Path) -> int | None:
     """Lock a folder until the returned descriptor is closed; return None if another process has just removed it.
 
@@ -68,8 +58,7 @@ def fsync(path: Path) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Force names and contents of everything below ``folder`` to disk. Linked data are there already, and cost
-    little."""
+    """Force names and contents of everything below ``folder`` to disk. Linked data are there already."""
     for root, _, files in os.walk(folder):
         for name in files:
             fsync(Path(root) / name)
@@ -104,7 +93,8 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
             descriptor = os.open(parent / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:  # its owner removed it just now, or it may not be opened
             continue
-        if try_lock(descriptor):  # its process holds it while it lives
+        with contextlib.suppress(OSError):  # its process holds the lock while it lives; or there are no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(parent / name, ignore_errors=True)
         os.close(descriptor)
 

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from ladderize.console import SILENT, Console
@@ -61,12 +60,11 @@ class Unfinished:
         earlier = read_own(self.folder / RUN_FILE)
         if not earlier and any(not path.name.startswith(f".{RUN_FILE}.") for path in self.folder.iterdir()):
             raise UserError(f"{self.folder} is not empty and not a folder of unfinished work; choose another OUT")
-        different = [key for key, value in sorted(identity.items()) if earlier.get(key) != value]
-        if earlier and "command" in different:
-            changes = f"command ({earlier.get('command')})"
-        else:
-            changes = " and ".join(_changed(key, earlier.get(key), identity[key]) for key in different)
-        if earlier and different and ("command" in different or self.has_pieces()):
+        different = [key for key in sorted(identity) if earlier.get(key) != identity[key]]
+        if "command" in different:
+            different = ["command"]
+        if earlier and different and (different == ["command"] or self.has_pieces()):
+            changes = " and ".join(_change(key, earlier.get(key), identity[key]) for key in different)
             raise UserError(
                 f"{self.folder} holds unfinished work of a run with another {changes}; give the old value again, delete"
                 " it to start again, or choose another OUT"
@@ -80,9 +78,7 @@ class Unfinished:
     def __enter__(self: Folder) -> Folder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if self.lock is None or not self.folder.is_dir():
                 return
@@ -96,7 +92,7 @@ class Unfinished:
     def _unlock(self) -> None:
         if self.lock is not None:
             os.close(self.lock)
-            self.lock = None
+        self.lock = None
 
     def remove(self) -> None:
         """Delete the folder. The record goes last, so that the next run knows the folder if this one is killed."""
@@ -105,9 +101,11 @@ class Unfinished:
         self.folder.rmdir()
 
 
-def _changed(key: str, old: object, new: object) -> str:
-    """Return the key, with both values where they are numbers, which may be defaults that nobody gave."""
-    return f"{key} ({old}, now {new})" if isinstance(old, int | float) and isinstance(new, int | float) else key
+def _change(key: str, old: object, new: object) -> str:
+    """Return what differs; with both values where they are numbers, which may be defaults that nobody gave."""
+    if isinstance(old, int | float) and isinstance(new, int | float):
+        return f"{key} ({old}, now {new})"
+    return f"{key} ({old})" if key == "command" else key
 
 
 def work_folder(out: str | Path) -> Path:

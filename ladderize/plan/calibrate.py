@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from ladderize.memory import check_room
 from ladderize.plan.hardware import DeviceSpec, read_device
 from ladderize.plan.options import CalibrateOptions
 from ladderize.plan.passes import THIN_ROWS, WIDTHS, product_seconds
-from ladderize.ranks.device import check_device
+from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.environment import is_main_rank
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import Environment, environment
@@ -34,7 +33,7 @@ from ladderize.runtime.bench.rounds import seconds_together
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, ring_share
-from ladderize.runtime.launch import check_group_size, run
+from ladderize.runtime.launch import run
 from ladderize.runtime.layers import Linear
 
 NAME = "this machine"  # of the device and the link
@@ -45,28 +44,23 @@ COVER = 1.5  # times as long as a message: the products that run beside it
 LEAST_SECONDS = 1e-7  # the least time of a message, where timings scatter by more than it takes
 LEAST_ERROR = 0.05  # of a time: products and messages are most of a pass, not all of it
 LEAST_ALPHA_US, MOST_GB_S = 0.05, 1e5
+SERIAL_SHARES = [number / 40 for number in range(41)]
 RUNTIME_ENGINES = {"cpu": "runtime-cpu", "cuda": "runtime"}  # the names of ladderize's own runtime on a device
-SERIAL_SHARES = np.linspace(0.0, 1.0, 41)
+MESSAGES = (8 << 10, 64 << 10, 512 << 10, 4 << 20)  # bytes; products run beside the larger half
 
 
 class TimedSizes(NamedTuple):
-    """The products that are timed.
+    """The products that are timed."""
 
-    widths: of square weights.
-    rows: of a decode step of one text, of some texts, of 64, and of a prompt.
-    pool_bytes: of all weights of one width.
-    """
-
-    widths: tuple[int, ...]
-    rows: tuple[int, ...]
-    pool_bytes: int
+    widths: tuple[int, ...]  # of square weights
+    rows: tuple[int, ...]  # of a decode step of one text, of some texts, of 64, and of a prompt
+    pool_bytes: int  # of all weights of one width
 
 
 SIZES = {
     "cpu": TimedSizes((1024, 2048, 4096), (1, 8, 64, 256), 256 << 20),
     "cuda": TimedSizes((2048, 4096, 8192, 16384), (1, 16, 64, 8192), 2 << 30),
 }
-MESSAGES = (8 << 10, 64 << 10, 512 << 10, 4 << 20)  # bytes; products run beside the larger half
 
 
 class TimedProduct(NamedTuple):
@@ -85,19 +79,15 @@ class TimedMessage(NamedTuple):
 
 
 class TimedGroup(NamedTuple):
-    """All that a group of ranks has timed.
-
-    contention: the share by which a message in flight slows the compute beside it; 0 where nothing is sent.
-    launch_us: the host's time for an operation that it starts by itself.
-    """
+    """All that a group of ranks has timed."""
 
     ranks: int
     backend: str
     environment: Environment
     products: list[TimedProduct]
     messages: list[TimedMessage]
-    contention: float
-    launch_us: float
+    contention: float  # the share by which a message in flight slows the compute beside it; 0 where nothing is sent
+    launch_us: float  # the host's time for an operation that it starts by itself
 
 
 @dataclass(frozen=True)
@@ -111,32 +101,26 @@ class CalibrationDocument(Record):
     options: CalibrateOptions
 
 
-def calibrate(options: CalibrateOptions, *, out: Path | None = None, console: Console = SILENT) -> CalibrationDocument:
-    """Time products and messages, and fit a device and a link; return the document.
-
-    out: the file to write.
+def calibrate(options: CalibrateOptions, *, console: Console = SILENT) -> CalibrationDocument:
+    """Time products and messages, fit a device and a link, and write them; return the document.
 
     Raises UsageError or UserError for what cannot be timed.
     """
-    check_device(options.device)
-    if out is not None:
-        check_writable(out, inputs=[options.hardware])
-    dtype = options.compute_dtype
-    known = None if options.hardware is None else read_device(options.hardware)
-    if known is not None:
-        known.reached_flop_s(dtype)  # raises where its data sheet has none
-    for ranks in options.tp_sizes:
-        check_group_size(ranks, options.device)
-    timed = (SIZES[options.device], dtype, options.backend, console)
+    kind, dtype = options.device or default_device(), options.compute_dtype
+    check_device(kind)
+    check_writable(options.out, inputs=[options.hardware])
+    sheet = None if options.hardware is None else read_device(options.hardware)
+    if sheet is not None:
+        sheet.reached_flop_s(dtype)  # raises where its data sheet has none
+    timed = (SIZES[kind], dtype, options.backend, console)
     groups = [
-        run(time_group, *timed, tp_size=ranks, device=options.device, threads=options.threads)
-        for ranks in options.tp_sizes
+        run(time_group, *timed, tp_size=ranks, device=kind, threads=options.threads) for ranks in options.tp_sizes
     ]
-    device = fit_device(options.device, dtype, groups, known)
-    device.check("the fitted figures" if known is None else f"this machine is no {options.hardware} (--hardware)")
-    document = CalibrationDocument(device, fit_link(groups), groups[0].environment, options)
-    if out is not None and is_main_rank():
-        write_json(out, document.to_dict())
+    device = fit_device(kind, dtype, groups, sheet)
+    device.check("the fitted figures" if sheet is None else f"this machine is no {options.hardware} (--hardware)")
+    document = CalibrationDocument(device, fit_link(groups), groups[0].environment, replace(options, device=kind))
+    if is_main_rank():
+        write_json(options.out, document.to_dict())
     return document
 
 
@@ -171,8 +155,8 @@ def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, consol
                     if size in MESSAGES[len(MESSAGES) // 2 :]:
                         # a message of ``a`` seconds and longer compute of ``c`` take c + contention * a together
                         count = max(1, round(COVER * messages[-1].seconds / product))
-                        beside = timer(partial(_multiply_beside, weights, x, message, collectives, count), 1)
-                        slowed.append((beside - count * product) / messages[-1].seconds)
+                        hidden = timer(partial(_multiply_beside, weights, x, message, collectives, count), 1)
+                        slowed.append((hidden - count * product) / messages[-1].seconds)
         if group.device.type == "cuda":
             small, weight = (torch.ones(rows, 64, dtype=kind, device="cuda") for rows in (1, 64))
             launch = timer(partial(_multiply, [Linear(weight)], small, STARTS), STARTS, graph=False)
@@ -211,72 +195,62 @@ def _multiply_beside(
 # ---- the fit ----
 
 
-def fit_device(kind: str, dtype: str, groups: Sequence[TimedGroup], known: DeviceSpec | None = None) -> DeviceSpec:
-    """Return the device whose figures are fitted to the products of all groups.
-
-    kind: cpu or cuda.
-    known: a device whose data sheet is kept.
-    """
-    products = [one for group in groups for one in group.products]
-    most = max(one.rows for one in products)
-    single, many = ([one for one in products if one.rows == rows] for rows in (1, most))
-    few = [one for one in products if THIN_ROWS[0] <= one.rows <= THIN_ROWS[1] and one.rows < most]
-    per_byte, start = _line([WIDTHS[dtype] * one.width**2 for one in single], single)
-    per_operation, _ = _line([2 * one.rows * one.width**2 for one in many], many)
+def fit_device(kind: str, dtype: str, groups: Sequence[TimedGroup], sheet: DeviceSpec | None = None) -> DeviceSpec:
+    """Return the device whose figures are fitted to the products of all groups; a data ``sheet`` is kept."""
+    products = [product for group in groups for product in group.products]
+    most = max(product.rows for product in products)
+    single = [product for product in products if product.rows == 1]
+    many = [product for product in products if product.rows == most]
+    few = [product for product in products if THIN_ROWS[0] <= product.rows <= min(THIN_ROWS[1], most - 1)]
+    per_byte, start = _line([WIDTHS[dtype] * product.width**2 for product in single], single)
+    per_operation, _ = _line([2 * product.rows * product.width**2 for product in many], many)
     bandwidth, rate = 1e-9 / per_byte, 1e-12 / per_operation
     memory = groups[0].environment.gpu_memory_bytes
-    device = DeviceSpec(
+    speeds = RUNTIME_ENGINES[kind]
+    if sheet is None:
+        gib = None if memory is None else memory / 2**30
+        sheet = DeviceSpec(NAME, bandwidth, {dtype: rate}, gib, 1.0, 1.0, 0.0, 0.0, LEAST_ERROR, speeds, True, "")
+    device = replace(
+        sheet,
         name=NAME,
-        memory_bandwidth_gb_s=bandwidth,
-        matmul_tflop_s={dtype: rate},
-        memory_gib=None if memory is None else memory / 2**30,
-        bandwidth_share=1.0,
-        matmul_share=1.0,
+        bandwidth_share=min(1.0, bandwidth / sheet.memory_bandwidth_gb_s),
+        matmul_share=min(1.0, rate / sheet.matmul_tflop_s[dtype]),
         kernel_us=1e6 * start,
         thin_us=0.0,
-        relative_error=LEAST_ERROR,
-        engine=RUNTIME_ENGINES[kind],
+        thin_share=0.0,
+        serial_share=0.0,
+        speeds=speeds,
         calibrated=True,
         source="ladderize calibrate, on the device itself",
-        launch_us=statistics.fmean(one.launch_us for one in groups),
+        launch_us=statistics.fmean(group.launch_us for group in groups),
     )
-    if known is not None:
-        device = replace(
-            device,
-            memory_bandwidth_gb_s=known.memory_bandwidth_gb_s,
-            matmul_tflop_s=known.matmul_tflop_s,
-            memory_gib=known.memory_gib,
-            bandwidth_share=min(1.0, bandwidth / known.memory_bandwidth_gb_s),
-            matmul_share=min(1.0, rate / known.matmul_tflop_s[dtype]),
-            medium=known.medium,
-            wire_gb_s=known.wire_gb_s,
-            multimem=known.multimem,
-            fused_norm_mib=known.fused_norm_mib,
-            faster_unfused_mib=known.faster_unfused_mib,
-        )
     if few and kind == "cpu":  # a core does arithmetic and waits for memory in turns
-        every = [replace(device, serial_share=float(share)) for share in SERIAL_SHARES]
-        device = min(every, key=lambda one: sum(math.log1p(_off(one, dtype, p)) ** 2 for p in (*few, *many)))
+
+        def misfit(share: float) -> float:
+            offs = [_off(replace(device, serial_share=share), dtype, product) for product in (*few, *many)]
+            return sum(math.log1p(off) ** 2 for off in offs)
+
+        device = replace(device, serial_share=min(SERIAL_SHARES, key=misfit))
     elif few:
-        extra = statistics.median(-_off(device, dtype, one) * one.seconds for one in few)
+        extra = statistics.median(-_off(device, dtype, product) * product.seconds for product in few)
         device = replace(device, thin_us=1e6 * max(0.0, extra))
-    return replace(device, relative_error=_spread([_off(device, dtype, one) for one in products]))
+    return replace(device, relative_error=_spread([_off(device, dtype, product) for product in products]))
 
 
 def _line(x: Sequence[float], timed: Sequence[TimedProduct | TimedMessage]) -> tuple[float, float]:
     """Return the slope and the intercept of the line of least relative errors, neither below 0."""
-    seconds = np.array([one.seconds for one in timed])
+    seconds = np.array([times.seconds for times in timed])
     slope, start = np.polyfit(x, seconds, 1, w=1 / seconds) if len(x) > 1 else (seconds[0] / x[0], 0.0)
     if start < 0 or slope <= 0:  # through the origin
         slope, start = 1 / np.mean(np.array(x) / seconds), 0.0
     return float(slope), float(start)
 
 
-def _off(device: DeviceSpec, dtype: str, one: TimedProduct) -> float:
+def _off(device: DeviceSpec, dtype: str, product: TimedProduct) -> float:
     """Return fitted over timed seconds of a product, its start included, less 1."""
-    width, flop_s = WIDTHS[dtype], device.reached_flop_s(dtype)
-    fitted = product_seconds(device, one.rows, one.width, one.width, width, flop_s, read=width)
-    return (fitted + 1e-6 * device.kernel_us) / one.seconds - 1
+    side, width, flop_s = product.width, WIDTHS[dtype], device.reached_flop_s(dtype)
+    fitted = product_seconds(device, product.rows, side, side, width, flop_s, read=width)
+    return (fitted + 1e-6 * device.kernel_us) / product.seconds - 1
 
 
 def fit_link(groups: Sequence[TimedGroup]) -> Interconnect | None:
@@ -284,21 +258,17 @@ def fit_link(groups: Sequence[TimedGroup]) -> Interconnect | None:
     rows, errors = [], []
     sending = sorted((group for group in groups if group.messages), key=lambda group: group.ranks)
     for group in sending:
-        sizes = [one.bytes for one in group.messages]
+        sizes = [message.bytes for message in group.messages]
         per_byte, start = _line(sizes, group.messages)
         bus = min(MOST_GB_S, 1e-9 / per_byte * ring_share(group.ranks))
         rows.append(InterconnectRow(group.ranks, max(LEAST_ALPHA_US, 1e6 * start), bus, min(sizes), max(sizes)))
-        errors += [(start + per_byte * one.bytes) / one.seconds - 1 for one in group.messages]
+        errors += [(start + per_byte * message.bytes) / message.seconds - 1 for message in group.messages]
     if not rows:
         return None
-    return Interconnect(
-        NAME,
-        rows,
-        statistics.fmean(one.contention for one in sending),
-        _spread(errors),
-        True,
-        f"ladderize calibrate, on the link itself; {' and '.join(dict.fromkeys(one.backend for one in sending))}",
-    )
+    contention = statistics.fmean(group.contention for group in sending)
+    backends = " and ".join(dict.fromkeys(group.backend for group in sending))
+    source = f"ladderize calibrate, on the link itself; {backends}"
+    return Interconnect(NAME, rows, contention, _spread(errors), True, source)
 
 
 def _spread(errors: Sequence[float]) -> float:

@@ -1,10 +1,9 @@
 """The device that a forward pass runs on, and the facts of the engine whose code it runs. Imports no torch."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ SHARES = ("bandwidth_share", "matmul_share", "relative_error", "serial_share", "
 # the figures that a device with ``like: h100-sxm`` need not give, since no data sheet has them
 LIKE_ANOTHER = (
     *("bandwidth_share", "matmul_share", "kernel_us", "thin_us", "thin_share", "launch_us", "serial_share"),
-    *("engine", "calibrated"),
+    *("speeds", "calibrated"),
 )
 
 
@@ -78,7 +77,7 @@ class DeviceSpec(Record):
     kernel_us: float  # the cost of starting a kernel
     thin_us: float  # the extra time of a product of 2 to 256 rows
     relative_error: float  # of a time of compute, one standard deviation
-    engine: str  # whose timings the figures were fitted to
+    speeds: str  # the engine whose timings the figures were fitted to
     calibrated: bool  # on this device itself, by ``ladderize calibrate``
     source: str
     # of the host, for each operation that it starts one by one
@@ -103,14 +102,13 @@ class DeviceSpec(Record):
         """Raise UserError, which begins with ``where``, for figures out of range or an unknown engine."""
         if not self.matmul_tflop_s:
             raise UserError(f"{where}: matmul_tflop_s names no dtype; give for example bfloat16: 989")
-        for name, value in dataclasses.asdict(self).items():
-            figures = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+        for name, value in vars(self).items():
             least, most = (1e-4 if name in RATES else 0), (1 if name in SHARES else 1e6)
-            for key, figure in figures.items():
+            for figure in value.values() if isinstance(value, dict) else [value]:
                 if isinstance(figure, float) and not least <= figure <= most:
-                    raise UserError(f"{where}: {key} is {figure:g}, but must be between {least:g} and {most:g}")
-        if self.engine not in known_engines():
-            raise UserError(f"{where}: engine {self.engine!r} is not one of {', '.join(known_engines())}; name one")
+                    raise UserError(f"{where}: {name} is {figure:g}, but must be between {least:g} and {most:g}")
+        if self.speeds not in known_engines():
+            raise UserError(f"{where}: speeds {self.speeds!r} is not one of {', '.join(known_engines())}; name one")
 
     @property
     def reached_bytes_s(self) -> float:
@@ -132,20 +130,36 @@ def known_devices() -> dict[str, DeviceSpec]:
     """Return the rows of devices.yaml, by name."""
     devices: dict[str, DeviceSpec] = {}
     for name, row in read_yaml(DEVICE_TABLE).items():
-        where = f"{DEVICE_TABLE}: {name}"
-        devices[name] = DeviceSpec.from_dict({"name": name, **_completed(row, devices, where)}, where)
+        devices[name] = _device({"name": name, **row}, devices, f"{DEVICE_TABLE}: {name}")
     return devices
 
 
-def _completed(row: Mapping[str, Any], devices: Mapping[str, DeviceSpec], where: str) -> dict[str, Any]:
-    """Return a row, completed by figures of the device that ``like`` names. Raises UserError if there is no such
-    device."""
-    if "like" not in row:
-        return {**row}
-    name = str(row["like"])
-    if name not in devices:
-        raise UserError(f"{where}: like {name} is not one of {', '.join(devices)}; name one of them")
-    return {**{key: getattr(devices[name], key) for key in LIKE_ANOTHER}, **row}
+def _device(row: Mapping[str, Any], devices: Mapping[str, DeviceSpec], where: str) -> DeviceSpec:
+    """Return the device of a row, completed by figures of the one that ``like`` names. Raises UserError."""
+    shared: dict[str, Any] = {}
+    if "like" in row:
+        name = str(row["like"])
+        if name not in devices:
+            raise UserError(f"{where}: like {name} is not one of {', '.join(devices)}; name one of them")
+        shared = {key: getattr(devices[name], key) for key in LIKE_ANOTHER}
+    return DeviceSpec.from_dict({**shared, **row}, where)
+
+
+def read_device(text: str) -> DeviceSpec:
+    """Return a row of devices.yaml by its name, or the ``device`` of a file, of `ladderize calibrate` or of your own.
+    Raises UserError for anything else."""
+    devices = known_devices()
+    if text in devices:
+        return devices[text]
+    if not names_a_file(text):
+        raise UserError(
+            f"--hardware {text} is neither one of {', '.join(devices)} nor a file; name one of them, or write its data"
+            " sheet's figures into a file as examples/hardware/my-card.yaml"
+        )
+    where = f"{text}: device"
+    device = _device(read_section(Path(text), "device", "--hardware"), devices, where)
+    device.check(where)
+    return device
 
 
 @cache
@@ -156,43 +170,21 @@ def known_engines() -> dict[str, EngineFacts]:
 
 
 def own_links(device: DeviceSpec, engine: EngineFacts) -> tuple[Interconnect, ...]:
-    """Return the links over the device's own wires that the engine's kernels have.
+    """Return the links over the device's own wires that the engine's kernels have; none where the wires are unknown.
 
-    Of each kernel it is the one that was timed over the most similar wires. None where the wires are unknown.
+    Of each kernel it is the one that was timed over the most similar wires.
     """
     if device.medium is None or device.wire_gb_s is None:
         return ()
-    kernels = engine.collectives.get(device.medium, {})
-    links: dict[str, Interconnect] = {}
+    wire_gb_s, kernels = device.wire_gb_s, engine.collectives.get(device.medium, {})
+    timed: dict[str, list[Interconnect]] = {}  # by kernel
     for link in known_interconnects().values():
-        kernel = str(link.kernel)
-        is_there = kernel in kernels and (device.multimem or kernel != "multimem")
-        if link.medium == device.medium and is_there:
-            links[kernel] = min(links.get(kernel, link), link, key=partial(_unlikeness, device.wire_gb_s))
-    return tuple(
-        dataclasses.replace(link.over_wires(device.wire_gb_s), most_ranks=kernels[kernel])
-        for kernel, link in links.items()
-    )
+        is_there = link.kernel in kernels and (device.multimem or link.kernel != "multimem")
+        if link.kernel is not None and link.medium == device.medium and is_there:
+            timed.setdefault(link.kernel, []).append(link)
 
+    def unlikeness(link: Interconnect) -> float:
+        return abs(math.log(wire_gb_s / (link.wire_gb_s or wire_gb_s)))
 
-def _unlikeness(wire_gb_s: float, link: Interconnect) -> float:
-    return abs(math.log(wire_gb_s / (link.wire_gb_s or wire_gb_s)))
-
-
-def read_device(text: str) -> DeviceSpec:
-    """Return a row of devices.yaml by its name, or the ``device`` of a file. Raises UserError for anything else.
-
-    The file is of ``ladderize calibrate`` or of one's own.
-    """
-    devices = known_devices()
-    if text in devices:
-        return devices[text]
-    if not names_a_file(text):
-        raise UserError(
-            f"--hardware {text} is neither one of {', '.join(devices)} nor a file; name one of them, or write its data"
-            " sheet's figures into a file as examples/hardware/my-card.yaml"
-        )
-    where = f"{text}: device"
-    device = DeviceSpec.from_dict(_completed(read_section(Path(text), "device", "--hardware"), devices, where), where)
-    device.check(where)
-    return device
+    nearest = {kernel: min(links, key=unlikeness) for kernel, links in timed.items()}
+    return tuple(replace(link.over_wires(wire_gb_s), most_ranks=kernels[kernel]) for kernel, link in nearest.items())

@@ -13,10 +13,9 @@ compute beside it runs at the rate 1 - contention. A message of ``a`` seconds an
 max(a, c + contention * a) together.
 """
 
-import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ladderize.layout import APART, DELAYED, DROPPED, HIDING, Layout
@@ -31,104 +30,102 @@ THIN_ROWS = (2, 256)  # of products that are neither a matrix times a vector nor
 
 @dataclass(frozen=True)
 class Serving:
-    """A model on a group of devices, and the batch that is served: so many texts, and new tokens of each.
+    """A model on a group of devices, and the batch that is served: so many texts, and new tokens of each."""
 
-    config: sizes, as config.json names them.
-    dtype: to compute in, and of messages.
-    is_fp8: projections read 8-bit floats and write ``dtype``.
-    links: the links that messages take, the fastest for each size; none where nothing is sent.
-    output_len: new tokens; the first one belongs to the prefill, as in ``ladderize bench``.
-    """
-
-    config: Mapping[str, Any]
-    dtype: str
-    is_fp8: bool
+    config: Mapping[str, Any]  # sizes, as config.json names them
+    dtype: str  # to compute in, and of messages
+    is_fp8: bool  # projections read 8-bit floats and write ``dtype``
     device: DeviceSpec
     engine: EngineFacts
-    links: tuple[Interconnect, ...]
+    links: tuple[Interconnect, ...]  # a message takes the fastest; none where nothing is sent
     ranks: int
     batch_size: int
     prompt_len: int
-    output_len: int
+    output_len: int  # the first new token belongs to the prefill, as in ``ladderize bench``
 
     @property
     def shape(self) -> Shape:
         """The sizes of one rank. Raises LayoutError for sizes that the ranks do not divide."""
         return Shape.from_config(self.config, tp_size=self.ranks, rank=0, replicate_vocab=self.engine.replicate_vocab)
 
-    def fastest(self, size: int) -> Link:
-        """Return the fastest link of all ranks for a message of ``size`` bytes; NO_LINK where nothing is sent."""
-        return _fastest((link.at(self.ranks) for link in self._usable(self.ranks)), size)
-
-    def fastest_parts(self, size: int, group: int) -> tuple[Link, Link]:
-        """Return the fastest links of groups of ``group`` ranks: within a group, and between groups."""
-        inner = (link.at(group) for link in self._usable(group))
-        outer = (link.parts(self.ranks, group)[1] for link in self._usable(self.ranks // group))
-        return _fastest(inner, size), _fastest(outer, size)
-
-    def _usable(self, ranks: int) -> list[Interconnect]:
-        return [link for link in self.links if link.most_ranks is None or ranks <= link.most_ranks]
-
     @property
     def passes(self) -> dict[str, int]:
         """The number of passes by phase: a prefill, and all decode steps."""
         return {"prefill": 1, "decode": self.output_len - 1}
 
+    def fastest(self, size: int, ranks: int | None = None, between: int | None = None) -> Link:
+        """Return the fastest link for a message of ``size`` bytes; NO_LINK where nothing is sent.
 
-def _fastest(links: Iterable[Link], size: int) -> Link:
-    return min(links, key=lambda link: link.seconds(size), default=NO_LINK)
+        ranks: of a group of so many ranks; None: of all.
+        between: of as many groups of so many ranks as there are.
+        """
+        count = self.ranks // between if between else ranks or self.ranks
+        usable = [link for link in self.links if link.most_ranks is None or count <= link.most_ranks]
+        links = [link.parts(self.ranks, between)[1] if between else link.at(count) for link in usable]
+        return min(links, key=lambda link: link.seconds(size), default=NO_LINK)
+
+
+class Errors(NamedTuple):
+    """How far the parts of a prediction are off, in standard deviations of each error. The errors are independent."""
+
+    compute: float = 0.0
+    message: float = 0.0
+    contention: float = 0.0
+    gain: float = 0.0  # by fused norms
+
+
+NO_ERRORS = Errors()
+# a figure as it is predicted, then with one error at plus and at minus a standard deviation
+CASES = (NO_ERRORS, *(Errors(**{name: sign}) for name in Errors._fields for sign in (1.0, -1.0)))
+COMPUTE = ("attention", "mlp", "attention_apart", "mlp_apart", "parallel", "rest", "norm", "reading")
+MESSAGES = ("message", "message_start", "within", "across", "gather", "vocabulary")
+# one standard deviation of contention: where it was measured on the link itself, and elsewhere
+CALIBRATED_CONTENTION_ERROR, OTHER_CONTENTION_ERROR = 0.05, 0.1
 
 
 @dataclass(frozen=True)
 class PassParts:
-    """The seconds of the parts of one forward pass of one rank: a prefill, or the mean decode step.
-
-    attention, mlp: the compute of one sub-module.
-    attention_apart, mlp_apart: the same in a layer whose virtual ranks a rank computes apart; the MLP reads partials.
-    reading: the extra compute of attention that reads partials, behind a delayed MLP.
-    parallel: both sub-modules of a layer of the parallel baseline.
-    rest: the compute outside of all layers.
-    message: one all-reduce of a layer, alone, of ``message_bytes``; ``message_error`` is that of its time.
-    message_start: the part of ``message`` that the host spends, which no compute hides.
-    within, across, gather: a delayed sum where several ranks are one virtual rank: the sum within their group, the
-        message between groups, and the gathering of the slices of a long one. No compute hides the first and the last.
-        Of a dropped sum the first remains.
-    vocabulary: the collectives that every layout waits for.
-    contention: compute beside a message runs at the rate 1 - contention.
-    norm: the part of a sub-module that a fused all-reduce does on its way: the sum and the norm.
-    """
+    """The seconds of the parts of one forward pass of one rank: a prefill, or the mean decode step."""
 
     layers: int
+    # the compute of a sub-module; the same in a layer whose virtual ranks a rank computes apart; the MLP reads partials
     attention: float
     mlp: float
     attention_apart: float
     mlp_apart: float
-    parallel: float
-    rest: float
-    message: float
+    parallel: float  # both sub-modules of a layer of the parallel baseline
+    rest: float  # the compute outside of all layers
+    message: float  # one all-reduce of a layer, alone
     message_bytes: int
-    message_start: float
-    vocabulary: float
-    contention: float
+    message_start: float  # the part of ``message`` that the host spends, which no compute hides
+    vocabulary: float  # the collectives that every layout waits for
+    contention: float  # compute beside a message runs at the rate 1 - contention
+    # a delayed sum where several ranks are one virtual rank: the sum within their group, the message between groups,
+    # and the gathering of the slices of a long one; nothing hides the first and the last; a dropped one has the first
     within: float
     across: float
     gather: float
-    norm: float = 0.0
-    reading: float = 0.0
-    message_error: float = 0.0
+    norm: float = 0.0  # the part of a sub-module that a fused all-reduce does on its way: the sum and the norm
+    reading: float = 0.0  # the extra compute of attention that reads partials, behind a delayed MLP
+    errors: Errors = NO_ERRORS  # one standard deviation of compute and of messages, relative, and of contention
+
+    def off_by(self, errors: Errors) -> "PassParts":
+        """Return the parts whose times and contention are off by so many standard deviations."""
+        compute = 1 + errors.compute * self.errors.compute
+        message = (1 + self.errors.message) ** errors.message
+        times = {name: compute * getattr(self, name) for name in COMPUTE}
+        times |= {name: message * getattr(self, name) for name in MESSAGES}
+        contention = self.contention + errors.contention * self.errors.contention
+        return replace(self, **times, contention=min(0.99, max(0.0, contention)))
 
 
 def pass_parts(serving: Serving, sync_tp_size: int | None = None) -> dict[str, PassParts]:
-    """Return the parts of the phases ``prefill`` and ``decode`` (the mean step).
+    """Return the parts of the phases ``prefill`` and ``decode`` (the mean step), with so many virtual ranks.
 
-    sync_tp_size: virtual ranks of delayed and dropped sync points; None where there are none.
-
-    Raises LayoutError for sizes that the ranks do not divide, and UserError for a dtype that the device has no peak
-    for, or a link that is not known with so many ranks.
+    Raises LayoutError or UserError for sizes, a dtype or a number of ranks that has no figures.
     """
-    engine = serving.engine
     prompt, end = serving.prompt_len, serving.prompt_len + serving.output_len
-    read = (end, end) if engine.masked_prefill else (1, prompt)
+    read = (end, end) if serving.engine.masked_prefill else (1, prompt)
     seen = (prompt + 1, max(prompt + 1, end - 1))  # step j of output_len - 1 sees the prompt and j new tokens
     launch_s = 1e-6 * serving.device.launch_us
     return {
@@ -142,8 +139,7 @@ def product_seconds(
 ) -> float:
     """Return the time of [rows, inner] times [inner, outer], without its start.
 
-    width, read: bytes of a number that is written, and of a number of the input and of the weight.
-    flop_s: operations/s of such products.
+    width, read: bytes of a number that is written, and of one of the input and of the weight.
     """
     size = read * inner * outer + rows * (read * inner + width * outer)
     seconds = _roofline(device, 2 * rows * inner * outer, size, flop_s)
@@ -169,82 +165,74 @@ class _Pass:
     """
 
     def __init__(self, serving: Serving, tokens: int, seen: tuple[int, int]) -> None:
-        shape, device = serving.shape, serving.device
-        self.serving = serving
-        self.shape, self.device, self.engine = shape, device, serving.engine
+        self.serving, self.shape, self.device, self.engine = serving, serving.shape, serving.device, serving.engine
         self.batch, self.tokens, self.seen, self.is_fp8 = serving.batch_size, tokens, seen, serving.is_fp8
         self.rows, self.width = self.batch * tokens, WIDTHS[serving.dtype]
-        self.stream = self.rows * shape.hidden * self.width  # bytes of the residual stream, and of a message
-        self.query = shape.own_heads * shape.head_dim  # columns
-        self.qkv = self.query + 2 * shape.own_kv_heads * shape.head_dim
-        self.flop_s = device.reached_flop_s(serving.dtype)
-        self.layer_flop_s = device.reached_flop_s(FP8_RATE) if self.is_fp8 else self.flop_s
+        self.stream = self.rows * self.shape.hidden * self.width  # bytes of the residual stream, and of a message
+        self.query = self.shape.own_heads * self.shape.head_dim  # columns
+        self.qkv = self.query + 2 * self.shape.own_kv_heads * self.shape.head_dim
+        self.flop_s = self.device.reached_flop_s(serving.dtype)
+        self.layer_flop_s = self.device.reached_flop_s(FP8_RATE) if self.is_fp8 else self.flop_s
 
     def product(self, inner: float, outer: float) -> float:
         """Return the time of all rows times a layer's weight [inner, outer], without its start."""
-        read, flop_s = 1 if self.is_fp8 else self.width, self.layer_flop_s
-        return product_seconds(self.device, self.rows, inner, outer, self.width, flop_s, read=read)
+        read = 1 if self.is_fp8 else self.width
+        return product_seconds(self.device, self.rows, inner, outer, self.width, self.layer_flop_s, read=read)
 
     def other(self, kernels: float, size: float) -> float:
         """Return the time of starting kernels, and of moving so many bytes."""
         return 1e-6 * kernels * self.device.kernel_us + size / self.device.reached_bytes_s
 
     def parts(self, sync_tp_size: int | None, launch_s: float) -> PassParts:
-        """Return the parts of this pass.
-
-        sync_tp_size: virtual ranks.
-        launch_s: the host's time for each operation that it starts by itself.
-        """
-        serving = self.serving
+        """Return the parts of this pass; ``launch_s``: the host's time for each operation that it starts by itself."""
+        serving, engine, stream = self.serving, self.engine, self.stream
         virtual, group = hosted_ranks(sync_tp_size, serving.ranks), group_size(sync_tp_size, serving.ranks)
-        link = serving.fastest(self.stream)
-        engine = self.engine
-        attention, mlp = self.attention(1), self.mlp(1)
-        reading = self.reading(virtual)
-        apart = self.attention(virtual), self.mlp(virtual) + reading
+        attention, mlp, reading = self.attention(1), self.mlp(1), self.reading(virtual)
+        attention_apart, mlp_apart = self.attention(virtual), self.mlp(virtual) + reading
         host = launch_s * (engine.attention_launches + engine.mlp_launches)
-        message, start, within, gather = 0.0, 0.0, 0.0, 0.0
+        host_apart = host + (virtual - 1) * launch_s * engine.mlp_launches
+        # where a layer takes the host longer than the device
+        slowed = max(1.0, host / (attention + mlp))
+        slowed_apart = max(1.0, host_apart / (attention_apart + mlp_apart))
+        link = serving.fastest(stream)
+        message, start, within, gather, contention_error = 0.0, 0.0, 0.0, 0.0, 0.0
         if link is not NO_LINK:
             # the host runs ahead of a slower device, and starts messages meanwhile
             ahead = max(0.0, attention + mlp - host) / 2
             start = max(0.0, launch_s * engine.message_launches - ahead)
-            message = max(link.seconds(self.stream), start)
+            message = max(link.seconds(stream), start)
+            is_measured = serving.links[0].calibrated
+            contention_error = CALIBRATED_CONTENTION_ERROR if is_measured else OTHER_CONTENTION_ERROR
         across = message
         if link is not NO_LINK and group > 1:
-            inner, outer = serving.fastest_parts(self.stream, group)
-            is_sliced = self.stream >= SLICED_BYTES
-            within = inner.seconds(self.stream)
-            across = max(outer.seconds(self.stream // group if is_sliced else self.stream), start)
+            is_sliced = stream >= SLICED_BYTES
+            size = stream // group if is_sliced else stream
+            within = serving.fastest(stream, group).seconds(stream)
+            across = max(serving.fastest(stream, between=group).seconds(size), start)
             gather = within if is_sliced else 0.0  # counts as a message of as many bytes, as in an emulated group
-        # where a layer takes the host longer than the device
-        slowed = max(1.0, host / (attention + mlp))
-        slowed_apart = max(1.0, (host + (virtual - 1) * launch_s * engine.mlp_launches) / sum(apart))
         return PassParts(
             layers=self.shape.layers,
             attention=slowed * attention,
             mlp=slowed * mlp,
-            attention_apart=slowed_apart * apart[0],
-            mlp_apart=slowed_apart * apart[1],
+            attention_apart=slowed_apart * attention_apart,
+            mlp_apart=slowed_apart * mlp_apart,
             parallel=max(self.parallel(), host),
             rest=self.rest(),
             message=message,
-            message_bytes=self.stream,
+            message_bytes=stream,
             message_start=start,
             vocabulary=self.vocabulary(),
             contention=max((link.contention for link in serving.links), default=0.0),
             within=within,
             across=across,
             gather=gather,
-            norm=self.other(engine.norm_kernels, engine.stream_passes * self.stream),
+            norm=self.other(engine.norm_kernels, engine.stream_passes * stream),
             reading=slowed_apart * reading,
-            message_error=link.error(self.stream),
+            errors=Errors(self.device.relative_error, link.error(stream), contention_error),
         )
 
     def attention(self, virtual: int) -> float:
-        """Return the time of attention.
-
-        virtual: the number of virtual ranks whose sums are computed apart.
-        """
+        """Return the time of attention, where the sums of so many virtual ranks are computed apart."""
         engine, hidden = self.engine, self.shape.hidden
         products = self.product(hidden, self.qkv) + virtual * self.product(self.query / virtual, hidden)
         kernels = engine.attention_kernels + virtual - 1
@@ -288,9 +276,9 @@ class _Pass:
         """Return the time of a layer of the parallel baseline."""
         seconds = self.attention(1) + self.mlp(1) - self.other(self.engine.parallel_saves, 0)
         if self.engine.parallel_fused:
-            inputs = self.qkv, 2 * self.shape.own_inner
-            product = functools.partial(self.product, self.shape.hidden)
-            seconds += product(sum(inputs)) - sum(map(product, inputs))
+            hidden, gates = self.shape.hidden, 2 * self.shape.own_inner
+            apart = self.product(hidden, self.qkv) + self.product(hidden, gates)
+            seconds += self.product(hidden, self.qkv + gates) - apart
         return seconds
 
     def rest(self) -> float:
@@ -302,12 +290,10 @@ class _Pass:
         return head + self.other(engine.rest_kernels, 4 * self.stream + logits)
 
     def vocabulary(self) -> float:
-        """Return the time of the embedding's all-reduce and of the gathering of sampled logits.
-
-        The latter counts as a message of as many bytes, as in an emulated group.
-        """
+        """Return the time of the embedding's all-reduce and of the gathering of sampled logits."""
         if self.shape.replicate_vocab:
             return 0.0
+        # counts as a message of as many bytes, as in an emulated group
         gathered = self.batch * self.shape.own_vocab * self.shape.tp_size * self.width
         return sum(self.serving.fastest(size).seconds(size) for size in (self.stream, gathered))
 
@@ -324,60 +310,51 @@ def mean_keys(least: int, most: int, window: int | None) -> float:
 
 
 class PassSeconds(NamedTuple):
-    """The seconds of a pass or of a layer.
+    """The seconds of a pass or of a layer."""
 
-    busy: compute, and the collectives of the vocabulary.
-    waiting: the part of the layers' all-reduces that no compute hides.
-    """
-
-    busy: float
-    waiting: float
+    busy: float  # compute, and the collectives of the vocabulary
+    waiting: float  # the part of the layers' all-reduces that no compute hides
 
     @property
     def total(self) -> float:
         return self.busy + self.waiting
 
 
-def predict_pass(parts: PassParts, layout: Layout) -> PassSeconds:
+def predict_pass(times: PassParts, layout: Layout) -> PassSeconds:
     """Return the times of a pass in a layout of as many layers."""
-    layers = [predict_layer(parts, layout.entering(i), mode) for i, mode in enumerate(layout.attention_sync)]
+    layers = [predict_layer(times, layout.entering(i), mode) for i, mode in enumerate(layout.attention_sync)]
     busy, waiting = map(sum, zip(*layers, strict=True))
-    return PassSeconds(parts.rest + parts.vocabulary + busy, waiting)
+    return PassSeconds(times.rest + times.vocabulary + busy, waiting)
 
 
-def predict_parallel(parts: PassParts) -> PassSeconds:
+def predict_parallel(times: PassParts) -> PassSeconds:
     """Return the times of the parallel baseline: one blocking message a layer."""
-    return PassSeconds(parts.rest + parts.vocabulary + parts.layers * parts.parallel, parts.layers * parts.message)
+    return PassSeconds(times.rest + times.vocabulary + times.layers * times.parallel, times.layers * times.message)
 
 
-def predict_silent(parts: PassParts) -> PassSeconds:
+def predict_silent(times: PassParts) -> PassSeconds:
     """Return the times of the no-communication bound: the compute of the dense layout."""
-    return PassSeconds(parts.rest + parts.layers * (parts.attention + parts.mlp), 0.0)
+    return PassSeconds(times.rest + times.layers * (times.attention + times.mlp), 0.0)
 
 
-def predict_layer(parts: PassParts, entering: str, mode: str) -> PassSeconds:
+def predict_layer(times: PassParts, entering: str, mode: str) -> PassSeconds:
     """Return the times of a layer: its compute, its attention's message, and the MLP's message that enters it.
 
-    A message can run under the next sub-module.
-
-    entering, mode: the modes of the entering MLP sync point and of the layer's own attention sync point. The first
-    layer has no entering one: blocking stands for the last layer's MLP message.
+    entering, mode: of the entering MLP sync point and of the layer's own attention sync point. The first layer has no
+    entering one: blocking stands for the last layer's MLP message.
     """
-    attention = parts.attention_apart if mode in APART or entering in APART else parts.attention
-    attention += parts.reading if entering in APART else 0.0
-    mlp = parts.mlp_apart if mode in APART else parts.mlp
-    waiting = sum(waited(parts, sync, cover) for sync, cover in ((entering, attention), (mode, mlp)))
+    attention = times.attention_apart if mode in APART or entering in APART else times.attention
+    attention += times.reading if entering in APART else 0.0
+    mlp = times.mlp_apart if mode in APART else times.mlp
+    waiting = sum(_waited(times, sync, cover) for sync, cover in ((entering, attention), (mode, mlp)))
     return PassSeconds(attention + mlp, waiting)
 
 
-def waited(parts: PassParts, mode: str, cover: float) -> float:
-    """Return the part of a sync point's messages that no compute hides.
-
-    cover: the compute of the sub-module that a late sum may run under.
-    """
+def _waited(times: PassParts, mode: str, cover: float) -> float:
+    """Return the part of a sync point's messages that no compute hides; a late sum may run under ``cover``."""
     if mode == DROPPED:
-        return parts.within
-    late, visible = (parts.across, parts.within + parts.gather) if mode == DELAYED else (parts.message, 0.0)
+        return times.within
+    late, visible = (times.across, times.within + times.gather) if mode == DELAYED else (times.message, 0.0)
     if mode in HIDING:
-        late -= min(cover, late - parts.message_start, (1 - parts.contention) * late)
+        late -= min(cover, late - times.message_start, (1 - times.contention) * late)
     return visible + late

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from ladderize.console import Console
 from ladderize.convert.sensitivity_file import alignment_words
 from ladderize.plan.choice import PlanChoice, shown_increase
-from ladderize.plan.losses import LOSS_PAGE
 from ladderize.plan.rows import PlannedRow
-from ladderize.plan.run import CHOSEN_ROW, PlanResult
-from ladderize.plan.verdict import PlanVerdict, shown_name
+from ladderize.plan.run import PlanResult
+from ladderize.plan.verdict import CHOSEN_ROW, PlanVerdict, shown_name
 
 LONG_TRAINING = "*"  # the mark of a layout that needs one
+LOSS_PAGE = "docs/results.md"
 
 
 def show_plan(result: PlanResult, console: Console) -> None:
@@ -18,13 +18,14 @@ def show_plan(result: PlanResult, console: Console) -> None:
     options = result.options
     weights = ", FP8 weights" if result.is_fp8 else ""
     console.prose(
-        f"{result.model.name}, {result.dtype}{weights}; prompt {options.prompt_len}, output {options.output_len};"
-        f" engine {result.engine}"
+        f"{options.name}, {result.dtype}{weights}; prompt {options.prompt_len}, output {options.output_len};"
+        f" speeds of {result.speeds}"
     )
-    for rows, verdict in zip(result.groups(), result.verdicts, strict=True):
+    groups = [*zip(result.groups(), result.verdicts, strict=True)]
+    for rows, verdict in groups:
         _show_group(rows, verdict, result.device.name, console)
-    shown = [row for rows in result.groups() for row in rows if rows[0].fits is not False]
-    if any(row.loss is not None for row in shown):
+    fitting = [(rows, verdict) for rows, verdict in groups if rows[0].fits is not False]
+    if any(row.loss is not None for rows, _ in fitting for row in rows):
         console.prose(
             "\naccuracy: points that SmolLM2-135M lost on four tasks, aligned, with about this share of its layers"
             f" converted ({LOSS_PAGE}); {LONG_TRAINING} needs a long training"
@@ -34,9 +35,8 @@ def show_plan(result: PlanResult, console: Console) -> None:
     if result.choice is not None:
         _show_choice(result.choice, next(row for row in result.rows if row.name == CHOSEN_ROW), console)
     console.result("")
-    for rows, verdict in zip(result.groups(), result.verdicts, strict=True):
-        if rows[0].fits is not False:
-            console.prose(f"{_group(rows[0], result.device.name)}: {verdict.sentence}")
+    for rows, verdict in fitting:
+        console.prose(f"{_group(rows[0], result.device.name)}: {verdict.sentence}")
 
 
 def _group(dense: PlannedRow, device: str) -> str:
@@ -74,7 +74,7 @@ def _line(row: PlannedRow) -> dict[str, str]:
 
 def _digits(value: float) -> str:
     """Return a number with three digits, more than a prediction has."""
-    digits = 0 if value >= 100 or value == 0 else 1 if value >= 10 else 2 if value >= 1 else 3
+    digits = sum(0 < value < bound for bound in (1, 10, 100))
     return f"{value:.{digits}f}"
 
 
@@ -88,25 +88,21 @@ def _show_choice(choice: PlanChoice, row: PlannedRow, console: Console) -> None:
         console.result("\nMeasured")
         lines = [
             {
-                "layout": one.layout.partition(": ")[2],
-                "speed-up": f"{one.speedup:.3f}x",
-                "estimated": shown_increase(one.estimated_nats),
-                "measured": "" if one.measured is None else shown_increase(one.measured.nats),
-                "held out": "" if one.held_out is None else shown_increase(one.held_out.nats),
+                "layout": tried.layout.partition(": ")[2],
+                "speed-up": f"{tried.speedup:.3f}x",
+                "estimated": shown_increase(tried.estimated_nats),
+                "measured": "" if tried.measured is None else shown_increase(tried.measured.nats),
+                "held out": "" if tried.held_out is None else shown_increase(tried.held_out.nats),
             }
-            for one in choice.measured
+            for tried in choice.measured
         ]
         console.table(lines, right=[*lines[0]][1:])
-    words = {
-        "chosen": chosen.layout,
-        "speed": f"{chosen.speedup:.3f}x ({row.speedup_low:.2f}-{row.speedup_high:.2f}), {row.basis}",
-        "costs": f"perplexity {chosen.cost_words}",
-    }
-    if choice.aligned is not None:
-        words["aligned"] = alignment_words(choice.aligned)
     console.result("")
-    for name, text in words.items():
-        console.prose(f"{name:8} {text}", indent=9)
+    speed = f"{chosen.speedup:.3f}x ({row.speedup_low:.2f}-{row.speedup_high:.2f}), {row.basis}"
+    for line in (f"chosen   {chosen.layout}", f"speed    {speed}", f"costs    perplexity {chosen.cost_sentence}"):
+        console.prose(line, indent=9)
+    if choice.aligned is not None:
+        console.prose(f"aligned  {alignment_words(choice.aligned)}", indent=9)
     if row.speedup_low <= 1:
         console.warn("the band of its speed-up includes 1: it may not be faster than dense on this hardware")
     if not choice.is_verified:

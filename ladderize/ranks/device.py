@@ -20,21 +20,20 @@ def check_device(device: str) -> None:
     import torch
 
     try:
-        kind, number = (asked := torch.device(device)).type, asked.index or 0
-    except RuntimeError:  # no device that torch knows
-        kind, number = "", 0
-    if kind not in ("cpu", "cuda", "mps"):
+        found_device = torch.device(device)
+    except RuntimeError:  # none that torch knows
+        found_device = torch.device("meta")
+    if found_device.type not in ("cpu", "cuda", "mps"):
         raise UserError(f"--device {device[:80]!r} is nothing to compute on; give cpu, cuda or cuda:0")
     gpus = torch.cuda.device_count() if default_device() == "cuda" else 0
-    if kind == "cuda" and number >= gpus:
+    if found_device.type == "cuda" and (found_device.index or 0) >= gpus:
         raise UserError(f"--device {device}, but torch sees {gpus or 'no'} GPUs here")
 
 
 def avoid_cudnn_attention() -> None:
-    """Take cuDNN out of the kernels that PyTorch's attention chooses from; without effect on a CPU.
+    """Take cuDNN out of the kernels that PyTorch's attention chooses from.
 
-    Its gradients may be NaN with a mask (pytorch/pytorch#196678), and it plans anew for each length of a text, which
-    takes hundreds of milliseconds.
+    Its gradients may be NaN with a mask (pytorch/pytorch#196678), and it plans each length anew, for 0.1 s and more.
     """
     import torch
 
@@ -50,7 +49,7 @@ def cores() -> set[int]:
 
 
 def processor() -> str:
-    """Return the model of this machine's processor, or its architecture where the system does not say."""
+    """Return the model of this machine's processor, or its architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -58,10 +57,9 @@ def processor() -> str:
 
 
 def set_threads(threads: int | None, ranks: int) -> None:
-    """Set torch's threads: spinning OpenMP teams that overlap on a core slow each other down a hundredfold.
+    """Set torch's threads; None: this machine's cores, divided by its processes (``ranks``).
 
-    threads: of each process; None: the cores of this machine divided by ``ranks``.
-    ranks: the number of processes on this machine.
+    Spinning OpenMP teams that overlap on a core slow each other down a hundredfold.
     """
     import torch
 
@@ -74,12 +72,10 @@ def take_cores(rank: int, ranks: int, threads: int | None) -> int | None:
     A rank that waits for a message over gloo sleeps. If it wakes up on a core of another rank, the two take turns for a
     tick of the clock (4 ms), though another core is idle. Nothing changes where there are fewer cores than ranks, or
     more ``threads`` than a share has cores.
-
-    threads: that were asked for; None: as many as the share has cores.
     """
-    own = sorted(cores())
-    share = len(own) // ranks
+    all_cores = sorted(cores())
+    share = len(all_cores) // ranks
     if share < (threads or 1) or not hasattr(os, "sched_setaffinity"):
         return threads
-    os.sched_setaffinity(0, own[rank * share : (rank + 1) * share])
+    os.sched_setaffinity(0, all_cores[rank * share : (rank + 1) * share])
     return threads or share

@@ -1,4 +1,4 @@
-"""The place of this process among others, by torchrun's variables, and the server that processes are forked from.
+"""The rank of this process, by torchrun's variables, and the server that processes are forked from.
 
 Imports no torch: the console needs it, and commands start the server before that import.
 """
@@ -24,11 +24,7 @@ PRELOADED = ["torch.distributed", "transformers.models.llama.modeling_llama"]
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a process among all processes, and among those of its machine.
-
-    rank, size: its number among all, and their number.
-    local_rank, local_size: the same on its machine.
-    """
+    """The number of a process among all (``rank`` of ``size``), and among those of its machine."""
 
     rank: int
     size: int
@@ -42,25 +38,25 @@ ALONE = Place(rank=0, size=1, local_rank=0, local_size=1)
 def launched(environment: Mapping[str, str] = os.environ) -> Place:
     """Return the place that a launcher such as torchrun gave this process; ``ALONE`` without one.
 
-    Without variables about this machine, all processes count as started here. Raises UserError for variables that
-    contradict each other or are no numbers.
+    Without variables about this machine, all processes count as started here. Variables that contradict each other
+    raise UserError.
     """
-    given = {name: environment.get(name, "").strip() for name in (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)}
-    if not given[RANK] and not given[WORLD_SIZE]:  # vLLM leaves its own LOCAL_WORLD_SIZE in the process that starts it
+    texts = {name: environment.get(name, "").strip() for name in (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)}
+    if not texts[RANK] and not texts[WORLD_SIZE]:  # vLLM leaves its own LOCAL_WORLD_SIZE in the process that starts it
         return ALONE
-    numbers = {name: int(text) if text.isdecimal() else -1 for name, text in given.items() if text}
+    numbers = {name: int(text) if text.isdecimal() else -1 for name, text in texts.items() if text}
     size = numbers.get(WORLD_SIZE, 1)
     rank = numbers.get(RANK, 0 if size == 1 else -1)
     if (rank, size) == (0, 1):
         return ALONE
-    place = Place(rank, size, numbers.get(LOCAL_RANK, rank), numbers.get(LOCAL_WORLD_SIZE, size))
-    if not (0 <= rank < size and 0 <= place.local_rank < place.local_size <= size):
-        shown = ", ".join(f"{name}={text[:80]}" for name, text in given.items())
+    launch = Place(rank, size, numbers.get(LOCAL_RANK, rank), numbers.get(LOCAL_WORLD_SIZE, size))
+    if not (0 <= rank < size and 0 <= launch.local_rank < launch.local_size <= size):
+        shown = ", ".join(f"{name}={text[:80]}" for name, text in texts.items())
         raise UserError(
             f"the environment variables of launchers contradict each other ({shown}); unset them, or start with"
             " torchrun, which sets all"
         )
-    return place
+    return launch
 
 
 def end_rank(code: int) -> None:
@@ -86,18 +82,14 @@ def is_main_rank() -> bool:
     return os.environ.get(RANK, "0") in ("", "0")
 
 
-def started_rank_variables(place: Place, environment: Mapping[str, str]) -> dict[str, str]:
+def started_rank_variables(rank: Place, environment: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for a rank that ladderize itself starts.
 
     Ranks of one host meet on its loopback interface. Where there are several hosts, the user knows the interface.
     """
-    variables = {
-        RANK: str(place.rank),
-        WORLD_SIZE: str(place.size),
-        LOCAL_RANK: str(place.local_rank),
-        LOCAL_WORLD_SIZE: str(place.local_size),
-    }
-    if place.local_size == place.size:
+    numbers = (rank.rank, rank.size, rank.local_rank, rank.local_size)
+    variables = dict(zip((RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), map(str, numbers), strict=True))
+    if rank.local_size == rank.size:
         loopback = "lo" if Path("/sys/class/net/lo").exists() else "lo0"
         variables[GLOO_INTERFACE] = environment.get(GLOO_INTERFACE) or loopback
     return variables
@@ -106,15 +98,14 @@ def started_rank_variables(place: Place, environment: Mapping[str, str]) -> dict
 @contextlib.contextmanager
 def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
     """Set variables for the block and for processes that are started in it."""
-    before = {name: os.environ.pop(name, None) for name in variables}
+    before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name in variables:
             os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update({name: before[name] for name in variables.keys() & before.keys()})
 
 
 def start_context() -> Any:

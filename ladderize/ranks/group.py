@@ -24,11 +24,9 @@ _Result = TypeVar("_Result")
 
 # The time for ranks to find each other. Later operations may take longer.
 MEETING_TIMEOUT = timedelta(minutes=5)
-# Loading, and the fp32 reference that rank 0 computes while the others wait, can be long; a dead rank is noticed
-# otherwise.
+# Loading, and the fp32 reference that rank 0 computes while the others wait, can be long. A dead rank is noticed.
 INFERENCE_TIMEOUT = timedelta(hours=2)
-# In training one rank measures, or trains its last block, while the others wait: as long as that takes. The launcher
-# ends them if one fails.
+# In training one rank measures, or trains its last block, while the others wait. The launcher ends them if one fails.
 TRAINING_TIMEOUT = timedelta(days=30)
 # The timeout of messages between GPUs, and between CPUs through shared memory. These ranks do the same work at the same
 # time, give or take a compilation. A rank that waits for another's work waits over gloo.
@@ -45,8 +43,6 @@ class Ranks:
 
     All ranks call the same methods in the same order. Messages between them go over the CPU.
 
-    rank, size: its number, and the number of ranks.
-    device: the device that it computes on.
     local_size: the number of these ranks on this machine.
     report: gives a value to the process that started the ranks, while they run; only rank 0's reports count.
     group: torch's process group of these ranks; None: the default one, of all ranks that were started, or a rank alone.
@@ -63,10 +59,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """True for the first of these ranks.
-
-        Every subgroup has a first rank of its own. Code that writes or prints for all uses the Ranks of all.
-        """
+        """True for the first of these ranks; every subgroup has its own."""
         return self.rank == 0
 
     @property
@@ -91,13 +84,10 @@ class Ranks:
         return values[0]
 
     def shared_out(self, pieces: Sequence[_Piece], work: Callable[[_Piece], _Result]) -> Iterator[list[_Result]]:
-        """Yield the results of ``work`` for all pieces, in order, on every rank.
-
-        In a round every rank does one piece, and all ranks get the results of the round.
-        """
+        """Yield the results of ``work`` for all pieces, in order, on every rank: each does one piece in a round."""
         for first in range(0, len(pieces), self.size):
-            own = pieces[first + self.rank : first + self.rank + 1]
-            yield [*itertools.chain.from_iterable(self.gather([work(piece) for piece in own]))]
+            mine = pieces[first + self.rank : first + self.rank + 1]
+            yield [*itertools.chain.from_iterable(self.gather([work(piece) for piece in mine]))]
 
     def barrier(self) -> None:
         """Wait for all ranks, blocked in the kernel rather than spinning, so that late ranks have the cores."""
@@ -113,7 +103,7 @@ class Ranks:
             self.barrier()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum ``values`` over the ranks, in place, and return it. The tensor may be on any device."""
+        """Sum ``values``, on any device, over the ranks, in place, and return it."""
         if self.size > 1:
             dist.all_reduce(values, group=self.group)
         return values
@@ -122,10 +112,7 @@ class Ranks:
         """Arrange the ranks as a table of ``size / tp_size`` rows and ``tp_size`` columns; return (data, tensor).
 
         ``tensor`` is this rank's row: ``tp_size`` neighbours that share one model. ``data`` is its column: the ranks
-        that hold the same part of the model and read different data. All ranks call it.
-
-        tp_size: divides the ranks.
-        timeout: of the operations of new groups.
+        that hold the same part of the model and read different data. All ranks call it; ``tp_size`` divides them.
         """
         alone = replace(self, rank=0, size=1, local_size=1, group=None, others=self.others + self.local_size - 1)
         if tp_size == 1:
@@ -136,21 +123,26 @@ class Ranks:
         hosts = self.gather(host_id())
 
         def subgroup(lines: list[list[int]]) -> Ranks:
-            world: Any = dist.group.WORLD
-            members = [[dist.get_global_rank(self.group or world, rank) for rank in line] for line in lines]
-            own, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+            group: Any = self.group or dist.group.WORLD
+            ids = torch.tensor([dist.get_global_rank(group, rank) for rank in range(self.size)])
+            subgroup, _ = dist.new_subgroups_by_enumeration(ids[torch.tensor(lines)].tolist(), timeout=timeout)
+            _limit_nccl(subgroup, self.device)
             line = next(line for line in lines if self.rank in line)
-            _limit_nccl(own, self.device)
             here = sum(hosts[rank] == hosts[self.rank] for rank in line)
-            others = self.others + self.local_size - here
-            return replace(self, rank=line.index(self.rank), size=len(line), local_size=here, group=own, others=others)
+            return replace(
+                self,
+                rank=line.index(self.rank),
+                size=len(line),
+                local_size=here,
+                group=subgroup,
+                others=self.others + self.local_size - here,
+            )
 
         return subgroup(table.t().tolist()), subgroup(table.tolist())
 
 
 def _limit_nccl(group: Any, device: torch.device) -> None:
-    """Give the NCCL backend of a group SAME_WORK_TIMEOUT. A timeout of the group itself would hold for both
-    backends."""
+    """Give a group's NCCL SAME_WORK_TIMEOUT: the group's own timeout would hold for both backends."""
     if device.type == "cuda":
         group._get_backend(device)._set_default_timeout(SAME_WORK_TIMEOUT)
 
@@ -158,30 +150,25 @@ def _limit_nccl(group: Any, device: torch.device) -> None:
 def rank_device(kind: str, local_rank: int) -> torch.device:
     """Return the device of a rank: cpu, its GPU among those that it sees, or the one that ``kind`` numbers.
 
-    A GPU becomes torch's current one. Raises UserError where there are fewer GPUs than ranks.
+    A GPU becomes torch's current one, to which streams and CUDA graphs belong.
     """
-    if kind != "cuda":
-        device = torch.device(kind)
-        if device.type == "cuda":  # a numbered GPU; streams and CUDA graphs belong to the current device
-            torch.cuda.set_device(device)
-        return device
-    count = torch.cuda.device_count()
-    if local_rank >= count > 1:
-        raise UserError(
-            f"this is process {local_rank} of its machine, counted from 0, but torch sees {count} GPUs here; start as"
-            f" many, or set {LOCAL_RANK} where the launcher does not"
-        )
-    index = local_rank if count > 1 else 0  # a launcher may show each rank its own GPU only
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    device = torch.device(kind)
+    if kind == "cuda":
+        count = torch.cuda.device_count()
+        if local_rank >= count > 1:
+            raise UserError(
+                f"this is process {local_rank} of its machine, counted from 0, but torch sees {count} GPUs here; start"
+                f" as many, or set {LOCAL_RANK} where the launcher does not"
+            )
+        device = torch.device("cuda", local_rank if count > 1 else 0)  # a launcher may show each rank its own GPU only
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """Drop what C++ code writes.
-
-    gloo's lines would break the one document of ``--json``; torch prints stack frames before an error that we catch.
-    """
+    """Drop what C++ code writes: gloo's lines, which would break ``--json``, and torch's stack frames of an error."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = [os.dup(stream) for stream in (1, 2)]
@@ -196,30 +183,28 @@ def _silenced() -> Iterator[None]:
             os.close(copy)
 
 
-def join_group(place: Place, device: str, *, timeout: timedelta, init_method: str = "env://") -> Ranks:
-    """Join torch's process group at ``place``, unless this process has; device: cpu or cuda. Alone there is no group.
+def join_group(launch: Place, device: str, *, timeout: timedelta, init_method: str = "env://") -> Ranks:
+    """Join torch's process group as ``launch``, unless this process has; device: cpu or cuda. Alone there is no group.
 
     timeout: of the group's operations.
-    init_method: the place where the ranks meet; by default that of torchrun's variables.
-
-    Raises UserError if ranks do not find each other.
+    init_method: where the ranks meet; by default as torchrun's variables say.
     """
-    ranks = Ranks(place.rank, place.size, rank_device(device, place.local_rank), place.local_size)
-    if place.size > 1 and not dist.is_initialized():
+    ranks = Ranks(launch.rank, launch.size, rank_device(device, launch.local_rank), launch.local_size)
+    if launch.size > 1 and not dist.is_initialized():
         try:
             with _silenced():
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
                     init_method=init_method,
-                    rank=place.rank,
-                    world_size=place.size,
+                    rank=launch.rank,
+                    world_size=launch.size,
                     timeout=MEETING_TIMEOUT,
                     # else NCCL guesses a rank's GPU from its number
                     device_id=ranks.device if device == "cuda" else None,
                 )
         except (RuntimeError, ValueError) as error:
             raise UserError(
-                f"rank {place.rank} of {place.size} does not find the others ({sentence(error)[:300]}); start all of"
+                f"rank {launch.rank} of {launch.size} does not find the others ({sentence(error)[:300]}); start all of"
                 f" them with the same {MASTER_ADDR} and {MASTER_PORT}"
             ) from None
         dist.distributed_c10d._get_default_store().set_timeout(timeout)
@@ -232,14 +217,13 @@ def join_group(place: Place, device: str, *, timeout: timedelta, init_method: st
 def join_ranks(device: str) -> Ranks:
     """Join the group that a launcher has started, if one has, to share out data; device: cpu or cuda.
 
-    It lasts as long as the process: several trainings of one process share it. Raises UserError for a device that is
-    not there, or that several processes cannot all have.
+    It lasts as long as the process: several trainings of one process share it.
     """
     check_device(device)
-    place = launched()
-    if place != ALONE and ":" in device:
+    launch = launched()
+    if launch != ALONE and ":" in device:
         raise UsageError(f"--device {device} is one device, but each process takes its own; say --device cuda, or none")
-    return join_group(place, device, timeout=TRAINING_TIMEOUT)
+    return join_group(launch, device, timeout=TRAINING_TIMEOUT)
 
 
 def host_id() -> str:

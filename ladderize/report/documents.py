@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ladderize.adapt.methods import METRICS
 from ladderize.convert.sensitivity_file import SensitivityDocument, read_sensitivity
@@ -24,10 +24,7 @@ PATTERNS = ("results*.json", "bench*.json", "sensitivity*.json")
 
 @dataclass(frozen=True)
 class MetricsLine(Record):
-    """A line of metrics.jsonl: of a step, or of a validation.
-
-    tokens: the number that was read so far.
-    """
+    """A line of metrics.jsonl: of a step, or of a validation. tokens: the number that was read so far."""
 
     step: int
     tokens: int | None = None
@@ -43,123 +40,117 @@ class MetricsLine(Record):
 
 @dataclass(frozen=True)
 class RetrainingRun:
-    """One retraining.
+    """The validations of one retraining. name: of the sweep's point, else of its folder."""
 
-    name: of the sweep's point, else of its folder.
-    validations: lines with the tokens that were read by then.
-    """
-
-    folder: Path
     name: str
     validations: list[MetricsLine]
 
 
+Document = SweepDocument | EvalResults | BenchDocument | SensitivityDocument | RetrainingRun
+Kind = TypeVar("Kind", bound=Document)
+
+
 @dataclass
 class FoundDocuments:
-    """All documents, in the order in which they were named.
+    """All documents by their file, a retraining by its folder, in the order in which they were named.
 
-    seen: their files, and the folders of retrainings.
+    stages: the names of results.json in their sweep, which begin with the stage and a hash of all that decides it.
     """
 
-    sweeps: list[tuple[Path, SweepDocument]] = field(default_factory=list)
-    results: list[tuple[Path, EvalResults]] = field(default_factory=list)
-    benches: list[tuple[Path, BenchDocument]] = field(default_factory=list)
-    sensitivities: list[SensitivityDocument] = field(default_factory=list)
-    retrainings: list[RetrainingRun] = field(default_factory=list)
-    seen: set[Path] = field(default_factory=set)
+    documents: dict[Path, Document] = field(default_factory=dict)
+    stages: dict[Path, str] = field(default_factory=dict)
+
+    def of(self, kind: type[Kind]) -> list[tuple[Path, Kind]]:
+        return [(path, document) for path, document in self.documents.items() if isinstance(document, kind)]
 
 
 def find_documents(paths: list[Path]) -> FoundDocuments:
-    """Return all documents in the files and folders that a user named.
-
-    Raises UserError for a path that is not there, a file that is corrupt or no document of ladderize, and a folder with
-    none.
-    """
-    found = FoundDocuments()
+    """Return all documents in the files and folders that a user named. Raises UserError for a path without any."""
+    documents = FoundDocuments()
     for path in map(resolved, paths):
         if not path.exists():
             raise UserError(f"{path} does not exist; name a sweep's folder, or files that eval or bench wrote")
-        if path.is_file():
-            _add_file(path, found)
-        elif (path / SWEEP).is_file():
-            _add_file(path / SWEEP, found)
+        file = path if path.is_file() else path / SWEEP
+        if file.is_file():
+            _add_file(file, documents)
         else:
-            _add_folder(path, found)
-    return found
+            _add_folder(path, documents)
+    return documents
 
 
-def _add_folder(folder: Path, found: FoundDocuments) -> None:
-    """Add the documents in a folder and in the folders below it. Raises UserError where there are none."""
-    before = len(found.seen)
+def _add_folder(folder: Path, documents: FoundDocuments) -> None:
+    """Add the documents in a folder and in the folders below it."""
     below = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    for place in (folder, *below):
-        for file in [file for pattern in PATTERNS for file in sorted(place.glob(pattern)) if file.is_file()]:
-            _add_file(file, found, is_named=False)
-        if (place / METRICS).is_file() and not place.name.endswith(".ladderize-work"):
-            _add_retraining(place, place.name, found)
-    if len(found.seen) == before:
+    files = [file for level in (folder, *below) for pattern in PATTERNS for file in sorted(level.glob(pattern))]
+    for file in filter(Path.is_file, files):
+        _add_file(file, documents, is_named=False)
+    runs = [level for level in (folder, *below) if not level.name.endswith(".ladderize-work")]
+    retrainings = [run for run in runs if (run / METRICS).is_file()]
+    for run in retrainings:
+        _add_retraining(run, run.name, documents)
+    if not files and not retrainings:
         raise UserError(
             f"{folder} has no {SWEEP}, {', '.join(PATTERNS)} or {METRICS}; name a folder that `ladderize sweep` made,"
             " or files that eval or bench wrote"
         )
 
 
-def _add_file(path: Path, found: FoundDocuments, *, is_named: bool = True) -> None:
+def _add_file(path: Path, documents: FoundDocuments, *, is_named: bool = True) -> None:
     """Add a file's document. Raises UserError if it is none of a report's; a ``bench --train`` in a folder is passed
     over."""
-    if path in found.seen:
+    if path in documents.documents:
         return
-    found.seen.add(path)
     content = read_document(path, READABLE)
     if "points" in content:  # a key that only one kind of document has
         sweep = SweepDocument.from_dict(content, path)
-        found.sweeps.append((path, sweep))
-        _add_stages(path, sweep, found)
+        documents.documents[path] = sweep
+        _add_stages(path, sweep, documents)
     elif "models" in content:
-        found.results.append((path, EvalResults.from_dict(content, path)))
+        documents.documents[path] = EvalResults.from_dict(content, path)
     elif "costs" in content:
-        found.sensitivities.append(read_sensitivity(path))
+        documents.documents[path] = read_sensitivity(path)
     elif "rows" in content:
         bench = BenchDocument.from_dict(content, path)
-        if bench.options.train and is_named:
-            raise UserError(f"{path} is of bench --train, which has no place in a report; leave it out")
         if not bench.options.train:
-            found.benches.append((path, bench))
+            documents.documents[path] = bench
+        elif is_named:
+            raise UserError(f"{path} is of bench --train, which has no place in a report; leave it out")
     else:
         raise UserError(f"{path} is none of the documents that a report is made of: {READABLE}")
 
 
-def _add_stages(path: Path, sweep: SweepDocument, found: FoundDocuments) -> None:
+def _add_stages(path: Path, sweep: SweepDocument, documents: FoundDocuments) -> None:
     """Add the files that a sweep points to, all inside its folder. Raises UserError for one that is not there."""
 
-    def place(name: str) -> Path:
+    def inner(name: str) -> Path:
         if (target := inside(path.parent, name)) is None:
             raise UserError(f"{path} names {name}, which lies outside of its folder")
         return target
 
-    for name in (*(point.results for point in sweep.points if point.results is not None), *sweep.benches):
-        if not place(name).is_file():
+    results = [point.results for point in sweep.points if point.results is not None]
+    for name in (*results, *sweep.benches):
+        if not inner(name).is_file():
             raise UserError(f"{path} names {name}, which is not there; run `ladderize sweep` again")
-        _add_file(place(name), found)
+        _add_file(inner(name), documents)
+        documents.stages[inner(name)] = name
     for point in sweep.points:
-        if point.adaptation is not None and (place(point.adaptation) / METRICS).is_file():
-            _add_retraining(place(point.adaptation), point.name, found)
+        if point.adaptation is not None and (inner(point.adaptation) / METRICS).is_file():
+            _add_retraining(inner(point.adaptation), point.name, documents)
 
 
-def _add_retraining(folder: Path, name: str, found: FoundDocuments) -> None:
+def _add_retraining(folder: Path, name: str, documents: FoundDocuments) -> None:
     """Add the validations of a finished retraining. Raises UserError for a damaged file."""
-    if folder in found.seen:
+    if folder in documents.documents:
         return
-    found.seen.add(folder)
-    path = folder / METRICS
-    read, validations = 0, []
-    for number, text in enumerate(read_lines(path), 1):
+    tokens, validations = 0, []
+    for number, text in enumerate(read_lines(folder / METRICS), 1):
+        where = f"{folder / METRICS}, line {number}"
         try:
             content: Any = parse_json(text, constants=True)
         except ValueError:
-            raise UserError(f"{path}, line {number} is not JSON; the file may be damaged") from None
-        line = MetricsLine.from_dict(content, f"{path}, line {number}")
-        read = read if line.tokens is None else line.tokens  # a validation follows its step
+            raise UserError(f"{where} is not JSON; the file may be damaged") from None
+        line = MetricsLine.from_dict(content, where)
+        tokens = tokens if line.tokens is None else line.tokens  # a validation follows its step
         if line.heldout_perplexity is not None:
-            validations.append(replace(line, tokens=read))
-    found.retrainings.append(RetrainingRun(folder, name, validations))
+            validations.append(replace(line, tokens=tokens))
+    documents.documents[folder] = RetrainingRun(name, validations)

@@ -1,230 +1,213 @@
 """The step from documents to models: all results under one model path belong to one model."""
 
+import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from os.path import normpath
 from pathlib import Path
+from typing import Literal
 
 from ladderize.errors import UserError
-from ladderize.eval.answers import read_models
-from ladderize.eval.compare import compare_models
+from ladderize.eval.compare import compare_models, read_models
 from ladderize.eval.options import MARGIN
-from ladderize.eval.results import EvalResults, EvaluatedModel
+from ladderize.eval.results import ComparisonDocument, EvalResults, EvaluatedModel
 from ladderize.eval.table import mean_accuracy, short_names
+from ladderize.layout import Layout
 from ladderize.report.documents import FoundDocuments
-from ladderize.report.models import ReportModel, Setting, Timing, WithInterval, model_key
+from ladderize.report.models import ReportModel, Setting, Timing, WithInterval
 from ladderize.runtime.bench.document import LEAST_ROUNDS, BenchDocument, BenchRow
+from ladderize.sweep_document import SweepDocument, SweepPoint
 
-FROM_POINT = ("adapted", "tokens", "failure", "not_promoted")  # a sweep's facts about a model
 Models = dict[str, ReportModel]  # by the model's path; of other rows by the document and the row's name
+Evaluated = dict[str, tuple[Path, str]]  # by the model's path: its results.json, and its name in that
 
 
 @dataclass
 class ReportContent:
     """All that a report shows.
 
-    every: models and baselines, the reference first.
+    every: ``models``, the reference first, and baselines and rows of random weights, which have no accuracy.
     settings: measured ones first, then by ranks (most first) and batch size.
     remarks: sentences on the origin of the numbers that a reader must know.
     """
 
     margin: float
     every: list[ReportModel]
+    models: list[ReportModel]
     settings: list[Setting]
-    found: FoundDocuments
+    documents: FoundDocuments
     remarks: list[str]
 
-    @property
-    def models(self) -> list[ReportModel]:
-        """The models that have an accuracy: no baselines, and none with random weights."""
-        return [one for one in self.every if one.is_model]
 
-    @property
-    def reference(self) -> ReportModel | None:
-        """The model that the others are compared with."""
-        return self.models[0] if self.models else None
-
-    @property
-    def real_settings(self) -> list[Setting]:
-        """The settings with times of models."""
-        return [setting for setting in self.settings if any(one.timing(setting) for one in self.models)]
-
-
-def join_documents(found: FoundDocuments, margin: float | None = None) -> ReportContent:
+def join_documents(documents: FoundDocuments, margin: float | None = None) -> ReportContent:
     """Return the joined content of the documents. Raises UserError for documents that do not belong together.
 
     margin: in points; None: the sweep's (the least of several sweeps'), or 1.
     """
-    margin = margin or min((sweep.margin for _, sweep in found.sweeps), default=MARGIN)
-    models: Models = {}
-    folders = short_names([str(path.parent) for path, _ in found.sweeps])
-    for folder, (path, sweep) in zip(folders, found.sweeps, strict=True):
+    sweeps = documents.of(SweepDocument)
+    margin = margin or min((sweep.margin for _, sweep in sweeps), default=MARGIN)
+    every: Models = {}
+    folders = short_names([str(path.parent) for path, _ in sweeps])
+    for folder, (path, sweep) in zip(folders, sweeps, strict=True):
         for point in sweep.points:  # of another sweep, too: paths hold a hash of all that decides a model
-            key = f"{path}: {point.name}" if point.model is None else model_key(point.model)
-            known = {name: getattr(point, name) for name in FROM_POINT}
-            models.setdefault(key, ReportModel(point.name, point.model or point.name, point, sweep=folder, **known))
-    places = _add_results(models, found.results)
-    remarks = _add_times(models, found.benches, is_evaluated=bool(places))
-    _name([one for one in models.values() if one.is_model])
-    remarks += _compare(models, found.results, places, margin)
-    every = sorted(models.values(), key=lambda one: not one.is_model)
-    settings = sorted({timing.setting for one in every for timing in one.timings}, key=_preference)
-    return ReportContent(margin, every, settings, found, remarks)
+            key = f"{path}: {point.name}" if point.model is None else normpath(point.model)
+            model = ReportModel(point.name, point.model or point.name, _layout_of(point), sweep=folder)
+            model.adapted, model.tokens = point.adapted, point.tokens
+            model.failure, model.not_promoted = point.failure, point.not_promoted
+            model.conversion = next((stage.output for stage in point.stages if stage.stage == "convert"), "")
+            every.setdefault(key, model)
+    evaluated = _add_results(every, documents)
+    remarks = _add_times(every, documents, is_evaluated=bool(evaluated))
+    models = [model for model in every.values() if model.is_model]
+    _name_models(models)
+    remarks += _compare(every, documents, evaluated, margin)
+    settings = sorted(
+        {setting for model in every.values() for setting in model.timings},
+        key=lambda it: (it.is_random, it.kind == "emulated", -it.tp_size, it.source, it.batch_size),
+    )
+    others = [model for model in every.values() if not model.is_model]
+    return ReportContent(margin, models + others, models, settings, documents, remarks)
 
 
-def _preference(setting: Setting) -> tuple[object, ...]:
-    return bool(setting.note), setting.kind == "emulated", -setting.tp_size, setting.source, setting.batch_size
+def _layout_of(row: SweepPoint | EvaluatedModel | BenchRow) -> Layout:
+    return Layout(tuple(row.attention_sync), tuple(row.mlp_sync), row.sync_tp_size)
 
 
-def _name(models: list[ReportModel]) -> None:
+def _name_models(models: list[ReportModel]) -> None:
     """Name the models that a sweep has not named, by the last parts of their paths. No name comes twice."""
-    unnamed = [one for one in models if not one.name]
-    for one, name in zip(unnamed, short_names([one.model for one in unnamed]), strict=True):
-        one.name = name
-    counts = Counter(one.name for one in models)
-    for one in models:
-        one.name = one.name if counts[one.name] == 1 else f"{one.name} ({one.sweep or one.model})"
+    unnamed = [model for model in models if not model.name]
+    for model, name in zip(unnamed, short_names([model.model for model in unnamed]), strict=True):
+        model.name = name
+    counts = Counter(model.name for model in models)
+    for model in models:
+        if counts[model.name] > 1:
+            model.name = f"{model.name} ({model.sweep or model.model})"
 
 
-def _check_layout(one: ReportModel, row: EvaluatedModel | BenchRow, path: Path) -> None:
-    """Raise UserError where a document has a model in another layout than the documents before it."""
-    if (one.row.attention_sync, one.row.mlp_sync) != (row.attention_sync, row.mlp_sync):
+def _check_layout(model: ReportModel, layout: Layout, path: Path) -> None:
+    if (model.layout.attention_sync, model.layout.mlp_sync) != (layout.attention_sync, layout.mlp_sync):
         raise UserError(
-            f"{path} has {one.model} in another layout than the other documents ({one.row.layout}): it was converted"
+            f"{path} has {model.model} in another layout than the other documents ({model.layout}): it was converted"
             " again in between; evaluate and time it again"
         )
 
 
-# ---- accuracy: every model against the reference, in pairs ----
-
-
-def _add_results(models: Models, found: Sequence[tuple[Path, EvalResults]]) -> dict[str, tuple[Path, str]]:
-    """Add the evaluations. Return the place of each model's samples by key: a results.json, and the model's name in it.
-
-    Raises UserError for a model that is evaluated twice, or that has another layout elsewhere.
-    """
-    places: dict[str, tuple[Path, str]] = {}
-    for path, results in found:
+def _add_results(models: Models, documents: FoundDocuments) -> Evaluated:
+    """Add the evaluations. Raises UserError for a model that is evaluated twice, or has another layout elsewhere."""
+    evaluated: Evaluated = {}
+    for path, results in documents.of(EvalResults):
         for number, entry in enumerate(results.models):
-            row, key = entry.model, model_key(entry.model.model)
-            if key in places:
+            row, key = entry.model, normpath(entry.model.model)
+            if key in evaluated:
+                first = evaluated[key][0]
                 is_reference = number == 0 and len(results.models) > 1  # of several evaluations: the first one counts
-                # sweeps name the folder of a stage by all that decides it
-                is_same_stage = path.parent.name == places[key][0].parent.name and path.parent.name.startswith("eval-")
+                is_same_stage = path in documents.stages and documents.stages[path] == documents.stages.get(first)
                 if is_reference or is_same_stage:
                     continue
-                raise UserError(f"{path} and {places[key][0]} both evaluate {row.model}; name one of the two")
-            places[key] = (path, row.model)
-            one = models.setdefault(key, ReportModel("", row.model, row))
-            _check_layout(one, row, path)
-            one.accuracy, one.tasks = mean_accuracy(entry), entry.parts().leaves
+                raise UserError(f"{path} and {first} both evaluate {row.model}; name one of the two")
+            evaluated[key] = (path, row.model)
+            model = models.setdefault(key, ReportModel("", row.model, _layout_of(row)))
+            _check_layout(model, _layout_of(row), path)
+            model.accuracy, model.tasks = mean_accuracy(entry), entry.reported.leaves
             if row.perplexity is not None:
-                one.perplexity = row.perplexity.perplexity
-    return places
+                model.perplexity = row.perplexity.perplexity
+    return evaluated
 
 
-def _compare(
-    models: Models, found: Sequence[tuple[Path, EvalResults]], places: dict[str, tuple[Path, str]], margin: float
-) -> list[str]:
+def _compare(models: Models, documents: FoundDocuments, evaluated: Evaluated, margin: float) -> list[str]:
     """Give every evaluated model its comparison with the reference; return remarks, each once.
 
-    Models that were evaluated together are compared in results.json. Models that were evaluated apart, as in a sweep,
-    or are asked for another margin, are compared here.
+    It is that of results.json, but for models that were evaluated apart, as in a sweep, or on another margin.
     """
     dense = next(iter(models), "")
-    if dense not in places:
+    if dense not in evaluated:
         return []
-    stored = {
-        model_key(one.other): one
-        for _, results in found
-        for one in results.comparisons
-        if model_key(one.reference) == dense and one.margin == margin
-    }
-    answered = cache(lambda key: next(read_models(*places[key])))
-    remarks: dict[str, None] = {}
-    for key in places:
+    stored: dict[str, ComparisonDocument] = {}
+    for _, results in documents.of(EvalResults):
+        for comparison in results.comparisons:
+            if normpath(comparison.reference) == dense and comparison.margin == margin:
+                stored[normpath(comparison.other)] = comparison
+    answered = cache(lambda key: next(read_models(*evaluated[key])))
+    remarks: list[str] = []
+    for key in evaluated:
         if key != dense:
-            compared = stored.get(key) or compare_models(answered(dense), answered(key), margin)
-            one, reference = models[key], models[dense]
-            one.comparison = compared
-            if (overall := compared.overall) is not None:
-                one.accuracy = overall.value  # over the tasks of the difference
-                reference.difference = WithInterval(0.0)
-                share = WithInterval(overall.difference, overall.low, overall.high)
-                one.difference = share.mapped(lambda value: 100 * value)
-            if (measured := compared.predictions) is not None:
-                one.divergence = WithInterval(measured.mean_kl, measured.low, measured.high)
-            if (text := compared.perplexity) is not None:
-                one.perplexity = text.value
-                one.perplexity_change = WithInterval(text.difference, text.low, text.high)
-                reference.perplexity_change = WithInterval(0.0)
-            remarks |= {f"{one.name}: {words}": None for words in (*compared.left_out, *compared.remarks)}
-    return list(remarks)
+            comparison = stored.get(key) or compare_models(answered(dense), answered(key), margin)
+            _add_comparison(models[key], models[dense], comparison)
+            sentences = (*comparison.left_out, *comparison.remarks)
+            remarks += [f"{models[key].name}: {sentence}" for sentence in sentences]
+    return list(dict.fromkeys(remarks))
 
 
-# ---- times: speed depends on the layout alone, so models that were not timed share those of their layout ----
+def _add_comparison(model: ReportModel, reference: ReportModel, comparison: ComparisonDocument) -> None:
+    model.comparison = comparison
+    if (overall := comparison.overall) is not None:
+        model.accuracy = overall.value  # over the tasks of the difference
+        model.verdict = overall.verdict or ""
+        share = WithInterval(overall.difference, overall.low, overall.high)
+        model.difference = share.mapped(lambda value: 100 * value)
+        reference.difference = WithInterval(0.0)
+    if (predictions := comparison.predictions) is not None:
+        model.divergence = WithInterval(predictions.mean_kl, predictions.low, predictions.high)
+    if (text := comparison.perplexity) is not None:
+        model.perplexity = text.value
+        model.perplexity_change = WithInterval(text.difference, text.low, text.high)
+        dense = max(text.value - text.difference, 1.0)  # no perplexity is below 1
+        model.perplexity_growth = model.perplexity_change.mapped(lambda more: math.log(max(dense + more, 1.0) / dense))
+        reference.perplexity_change = reference.perplexity_growth = WithInterval(0.0)
 
 
-def _add_times(models: Models, benches: Sequence[tuple[Path, BenchDocument]], *, is_evaluated: bool) -> list[str]:
-    """Add the measured times; return the reasons why models were not timed.
+def _add_times(models: Models, documents: FoundDocuments, *, is_evaluated: bool) -> list[str]:
+    """Add the measured times, also to models that were not timed: speed depends on the layout alone.
 
     is_evaluated: True if accuracies are known: speed-ups must then be over the same model.
+    Returns the reasons why models were not timed.
     """
-    remarks = []
-    for source, (path, document) in enumerate(benches):
-        for name, why in document.failed.items():
-            remarks.append(f"{path.name}: {why}, so it was not timed")
-            if (failed := models.get(model_key(name))) is not None:
-                failed.failure = failed.failure or remarks[-1]
-        for row in document.rows:
-            _add_timing(models, row, document, source, path)
-        first = document.rows[0] if document.rows else None
-        if is_evaluated and first is not None and not first.is_random:
-            reference = next(iter(models.values()))
-            if not any(timing.is_first for timing in reference.timings if timing.setting.source == source):
-                raise UserError(
-                    f"{path} has speed-ups over {first.model}, but the accuracies are compared with {reference.model};"
-                    " name the same model first in eval and in bench"
-                )
-        _share_times(models, source, document)
+    remarks: list[str] = []
+    for source, (path, bench) in enumerate(documents.of(BenchDocument)):
+        timed: Models = {}
+        for row in bench.rows:
+            is_model = row.is_model and not row.is_random
+            name, key = ("", normpath(row.model)) if is_model else (row.model, f"{path}: {row.model}")
+            new = ReportModel(name, row.model, _layout_of(row), is_model=is_model, is_baseline=not row.is_model)
+            model = timed[key] = models.setdefault(key, new)
+            _check_layout(model, new.layout, path)
+            setting = _setting_of(bench, row, source)
+            if setting in model.timings:
+                raise UserError(f"{path} has two rows of {row.model} at batch size {row.batch_size}")
+            is_first = row.model == bench.rows[0].model
+            has_interval = bench.options.repeat >= LEAST_ROUNDS and not is_first
+            model.timings[setting] = Timing(row, is_first, has_interval)
+        reference = next(iter(models.values()), None)
+        if is_evaluated and bench.rows and not bench.rows[0].is_random and reference is not next(iter(timed.values())):
+            raise UserError(
+                f"{path} has speed-ups over {bench.rows[0].model}, but the accuracies are compared with"
+                f" {models[next(iter(models))].model}; name the same model first in eval and in bench"
+            )
+        failed = {
+            normpath(name): f"{path.name}: {reason}, so it was not timed" for name, reason in bench.failed.items()
+        }
+        remarks += failed.values()
+        for key, model in models.items():
+            if key in failed:
+                model.failure = model.failure or failed[key]
+            elif model.is_model and key not in timed:
+                donors = (donor for donor in timed.values() if donor.is_model and donor.layout == model.layout)
+                if (donor := next(donors, None)) is not None:
+                    times = donor.timings.items()
+                    model.timings |= {setting: timing for setting, timing in times if setting.source == source}
+                    model.timed_as = donor
     return remarks
 
 
-def _add_timing(models: Models, row: BenchRow, document: BenchDocument, source: int, path: Path) -> None:
-    first, options, link = document.rows[0], document.options, document.link
-    setting = Setting(
-        kind="emulated" if document.emulated else "measured",
-        tp_size=row.tp_size,
-        medium=link.name if link is not None else document.backend.partition(":")[0],
-        batch_size=row.batch_size,
-        prompt_len=options.prompt_len,
-        output_len=options.output_len,
-        device=f"{'vLLM, ' if document.engine is not None else ''}{document.environment.device}",
-        source=source,
-        note="; random weights" if first.is_random else "",
+def _setting_of(bench: BenchDocument, row: BenchRow, source: int) -> Setting:
+    kind: Literal["measured", "emulated"] = "measured" if bench.link is None else "emulated"
+    medium = bench.link.name if bench.link is not None else bench.backend.partition(":")[0]
+    ranks = f"{row.tp_size} ranks over {medium}" if row.tp_size > 1 else "1 rank"
+    device = f"{'vLLM, ' if bench.engine is not None else ''}{bench.environment.device}"
+    is_random = bench.rows[0].is_random
+    title = (
+        f"{kind}: {ranks} ({device}){'; random weights' if is_random else ''}, batch {row.batch_size},"
+        f" {bench.options.prompt_len} + {bench.options.output_len} tokens"
     )
-    new = ReportModel("", row.model, row)
-    if not new.is_model:
-        new.name = row.model
-    one = models.setdefault(model_key(row.model) if new.is_model else f"{path}: {row.model}", new)
-    _check_layout(one, row, path)
-    if one.timing(setting) is not None:
-        raise UserError(f"{path} has two rows of {row.model} at batch size {row.batch_size}")
-    is_first = row.model == first.model
-    one.timings.append(Timing(setting, row, is_first, options.repeat >= LEAST_ROUNDS and not is_first))
-
-
-def _share_times(models: Models, source: int, document: BenchDocument) -> None:
-    """Give models that a document does not time the times of the first one of their layout that it does."""
-
-    def of_document(one: ReportModel) -> list[Timing]:
-        return [timing for timing in one.timings if timing.setting.source == source]
-
-    timed = [one for one in models.values() if one.is_model and of_document(one)]
-    for one in models.values():
-        is_failed = any(model_key(name) == model_key(one.model) for name in document.failed)
-        donor = next((other for other in timed if other.modes == one.modes), None)
-        if one.is_model and not is_failed and donor is not None and not of_document(one):
-            one.timings += of_document(donor)
-            one.timed_as = donor
+    return Setting(kind, row.tp_size, row.batch_size, source, is_random, title)

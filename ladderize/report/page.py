@@ -3,10 +3,12 @@
 All text of documents is escaped. The page runs no script.
 """
 
+import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import ladderize
@@ -17,44 +19,36 @@ from ladderize.files.documents import check_writable
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import replacement
-from ladderize.report.accuracy_plots import recovery_plots, retraining_plots, sensitivity_plots, task_plots
 from ladderize.report.answer import Answer, find_answer
 from ladderize.report.documents import find_documents
 from ladderize.report.join import ReportContent, join_documents
-from ladderize.report.plot import PALETTE, ReportPlot, draw, save_pictures
-from ladderize.report.speed_plots import speed_plots, time_plots
 from ladderize.report.tables import ReportTable, models_table, setup_facts
-from ladderize.report.tradeoff_plot import tradeoff_plots
+
+if TYPE_CHECKING:
+    from ladderize.report.plot import ReportPlot
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
 class ReportPage:
-    """All that the templates show.
-
-    sections: the title and the plots of each.
-    """
+    """All that the templates show; sections: the plots by their title."""
 
     title: str
     answer: Answer
     models: ReportTable
-    sections: dict[str, list[ReportPlot]]
+    sections: dict[str, list["ReportPlot"]]
     setup: list[tuple[str, dict[str, str]]]
     remarks: list[str]
 
     @property
-    def plots(self) -> list[ReportPlot]:
+    def plots(self) -> list["ReportPlot"]:
         return [plot for plots in self.sections.values() for plot in plots]
 
 
 @dataclass(frozen=True)
 class ReportSummary(Record):
-    """The answer, and the written files.
-
-    best: the model that is recommended.
-    files: page, Markdown and pictures.
-    """
+    """best: the model that is recommended. files: page, pictures and Markdown."""
 
     out: str
     headline: str
@@ -78,8 +72,8 @@ def write_report(
 
     Raises UserError for documents that are corrupt, foreign, or do not belong together.
     """
-    out = _place(out, "--out", ".html", ".htm")
-    card = _place(markdown, "--markdown", ".md", ".markdown") if markdown is not None else None
+    out = _output(out, "--out", ".html", ".htm")
+    card = _output(markdown, "--markdown", ".md", ".markdown") if markdown is not None else None
     if margin is not None:
         check_margin(margin)
     check_libraries()
@@ -87,24 +81,25 @@ def write_report(
         raise UsageError("name the folder of a sweep, or files that eval and bench wrote")
     with console.stage("reading"):
         page = build_page(join_documents(find_documents([Path(path) for path in paths]), margin))
+    written = [out]
     with console.stage("drawing"):
-        drawings = {plot.name: [draw(panel) for panel in plot.panels] for plot in page.plots}
         css = (TEMPLATES / "page.css").read_text(encoding="utf-8")
-        written = [_write(out, "page.html.j2", page=page, drawings=drawings, css=css, palette=PALETTE)]
+        _write(out, "page.html.j2", page=page, css=css)
         if card is not None:
             folder = card.with_name(f"{card.stem}-pictures")
             folder.mkdir(exist_ok=True)
-            pictures = {name: _write_pictures(panels, folder / name) for name, panels in drawings.items()}
-            written += [path for paths in pictures.values() for path in paths]
-            links = {
-                name: [quote(f"{folder.name}/{one.name}") for one in paths[::2]] for name, paths in pictures.items()
-            }
-            written.append(_write(card, "report.md.j2", page=page, pictures=links))
+            links = {}
+            for plot in page.plots:
+                pictures = plot.save_pictures(folder)
+                written += pictures
+                links[plot.name] = [quote(f"{folder.name}/{path.name}") for path in pictures if path.suffix == ".png"]
+            _write(card, "report.md.j2", page=page, pictures=links)
+            written.append(card)
     best = page.answer.best.model if page.answer.best is not None else None
     return ReportSummary(str(out), page.answer.headline, best, [str(path) for path in written])
 
 
-def _place(path: str | Path, option: str, *endings: str) -> Path:
+def _output(path: str | Path, option: str, *endings: str) -> Path:
     path = resolved(path)
     if path.suffix.lower() not in endings:
         raise UsageError(f"{option} {path} must end in {endings[0]}")
@@ -112,70 +107,52 @@ def _place(path: str | Path, option: str, *endings: str) -> Path:
     return path
 
 
-def _write_pictures(panels: list[str], stem: Path) -> list[Path]:
-    """Write the pictures of a plot; return them, PNG and SVG in turn. Several are numbered."""
-    stems = [stem] if len(panels) == 1 else [Path(f"{stem}-{number}") for number in range(1, len(panels) + 1)]
-    return [path for panel, one in zip(panels, stems, strict=True) for path in save_pictures(panel, one)]
-
-
 def check_libraries() -> None:
     """Raise UserError where the extra ``report`` is not installed."""
     try:
+        import altair  # noqa: F401
         import jinja2  # noqa: F401
         import vl_convert  # noqa: F401
     except ImportError:
-        raise UserError("a report needs jinja2 and vl-convert-python: pip install jinja2 vl-convert-python") from None
+        libraries = "altair jinja2 vl-convert-python"
+        raise UserError(f"a report needs {libraries}: pip install {libraries}") from None
 
 
 def build_page(content: ReportContent) -> ReportPage:
     """Return the page, without the sections of what was not measured."""
-    answer, reference = find_answer(content), content.reference
-    # the last two parts of its path: the folder of a model may be called ``dense``
-    of_model = f": {Path(*Path(reference.model).parts[-2:])}" if reference is not None else ""
+    from ladderize.report import plots
+
+    answer = find_answer(content)
+    # the last two parts of the reference's path: the folder of a model may be called ``dense``
+    of_model = f": {Path(*Path(content.models[0].model).parts[-2:])}" if content.models else ""
     sections = {
-        "The trade-off": tradeoff_plots(content, answer.setting),
-        "Task by task": task_plots(content),
-        "Speed": speed_plots(content),
-        "Where the time goes": time_plots(content),
-        "Sensitivity": sensitivity_plots(content.found),
-        "Recovery": [*recovery_plots(content), *retraining_plots(content.found.retrainings)],
+        "The trade-off": plots.tradeoff_plots(content, answer.setting),
+        "Task by task": plots.task_plots(content),
+        "Speed": plots.speed_plots(content),
+        "Where the time goes": plots.time_plots(content),
+        "Sensitivity": plots.sensitivity_plots(content.documents),
+        "Recovery": [*plots.recovery_plots(content), *plots.retraining_plots(content.documents)],
     }
-    return ReportPage(
-        title=f"Accuracy against speed{of_model}",
-        answer=answer,
-        models=models_table(content, answer.setting),
-        sections={title: plots for title, plots in sections.items() if plots},
-        setup=setup_facts(content.found),
-        remarks=content.remarks,
-    )
+    filled = {title: drawn for title, drawn in sections.items() if drawn}
+    table, setup = models_table(content, answer.setting), setup_facts(content.documents)
+    return ReportPage(f"Accuracy against speed{of_model}", answer, table, filled, setup, content.remarks)
 
 
-# ---- rendering ----
-
-
-def _write(path: Path, template: str, **values: Any) -> Path:
-    """Write a page of a template."""
+def _write(path: Path, template: str, **values: Any) -> None:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=template.endswith(".html.j2"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        finalize=lambda value: printable(value) if type(value) is str else value,  # not Markup, which is HTML already
-    )
-    environment.filters["md"] = markdown_text
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=template.endswith(".html.j2"))
+    environment.undefined, environment.keep_trailing_newline = StrictUndefined, True
+    environment.trim_blocks = environment.lstrip_blocks = True
+    # not of Markup, which is HTML already
+    environment.finalize = lambda value: printable(value) if type(value) is str else value
+    environment.filters["md"] = _markdown
     text = environment.get_template(template).render(version=ladderize.__version__, **values)
     with replacement(path) as file:
         file.write(text)
-    return path
 
 
-def markdown_text(text: object) -> str:
+def _markdown(text: object) -> str:
     """Return text on one line, escaped for Markdown and HTML."""
-    plain = " ".join(str(text).split())
-    for character in "\\`*_[]|#":
-        plain = plain.replace(character, "\\" + character)
-    return plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    line = " ".join(str(text).split())
+    return html.escape(re.sub(r"([\\`*_\[\]|#])", r"\\\1", line), quote=False)

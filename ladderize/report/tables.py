@@ -1,25 +1,23 @@
 """The table of all models, and the facts of machines and versions."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
+from ladderize.eval.results import EvalResults
 from ladderize.eval.table import margin_text
 from ladderize.report.documents import FoundDocuments
 from ladderize.report.join import ReportContent
-from ladderize.report.models import ReportModel, Setting, change_text, listing, number_text, points_text, speedup_text
+from ladderize.report.models import ReportModel, Setting, listing, number_text, points_text, speedup_text
+from ladderize.runtime.bench.document import BenchDocument
 
 # the beginnings of columns that hold no numbers
 TEXT_COLUMNS = ("model", "layout", "adapted", "within", "not promoted", "failed")
-Known = TypeVar("Known")
 
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table. Each row has a text for every column, the first of which is its header.
+    """Rows with a text for every column: the first four are the model, how good, within the margin, and how fast.
 
-    rows: their first four columns are the answer: the model, how good, within the margin, how fast.
     numbers: the columns that hold numbers.
     note: the text below it.
     """
@@ -35,77 +33,69 @@ def models_table(content: ReportContent, setting: Setting | None) -> ReportTable
 
     setting: the setting of the times; None: the first one that has any.
     """
-    setting = setting or next(iter(content.real_settings), None)
-    rows = [_model_row(one, setting, content.margin) for one in content.models]
+    timed = [setting for setting in content.settings if any(setting in model.timings for model in content.models)]
+    setting = setting or (timed[0] if timed else None)
+    rows = [_model_row(model, setting, content.margin) for model in content.models]
     filled = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
     shared: dict[str, list[str]] = {}
-    for one in content.models:
-        if one.timed_as is not None:
-            shared.setdefault(one.timed_as.name, []).append(one.name)
-    words = "; ".join(f"{', '.join(names)} those of {timed}" for timed, names in shared.items())
-    note = f"* Times of another model with the same layout, on which alone speed depends: {words}." if words else ""
-    caption = "All models, with 95 % intervals" + (f". Times: {setting.words}" if setting is not None else "")
+    for model in content.models:
+        if model.timed_as is not None:
+            shared.setdefault(model.timed_as.name, []).append(model.name)
+    donors = "; ".join(f"{', '.join(names)} those of {timed}" for timed, names in shared.items())
+    note = f"* Times of another model with the same layout, on which alone speed depends: {donors}." * bool(donors)
+    caption = "All models, with 95 % intervals" + (f". Times: {setting.title}" if setting is not None else "")
     numbers = [name for name in filled if not name.startswith(TEXT_COLUMNS)]
     return ReportTable(caption, [{name: row[name] for name in filled} for row in rows], numbers, note)
 
 
-def _model_row(one: ReportModel, setting: Setting | None, margin: float) -> dict[str, str]:
-    timing = one.timing(setting) if setting is not None else None
-    row = timing.row if timing is not None else None
+def _model_row(model: ReportModel, setting: Setting | None, margin: float) -> dict[str, str]:
+    timing = model.timings.get(setting) if setting is not None else None
     kind = setting.kind if setting is not None else ""
-    predictions = one.comparison.predictions if one.comparison is not None else None
-    verdict = {"worse": "no: shown to be worse"}.get(one.verdict, one.verdict)
-    star = " *" * (one.timed_as is not None)
-    speed = timing.whole if timing is not None else None
-    same = predictions.same_top_share if predictions is not None else None
+    predictions = model.comparison.predictions if model.comparison is not None else None
+    star = " *" * (model.timed_as is not None)
     return {
-        "model": one.name,
-        "points from dense": _known(one.difference, points_text),
-        f"within {margin_text(margin)}": verdict,
-        f"{kind} speed-up": _known(speed, lambda value: speedup_text(value) + star),
-        "perplexity": _known(one.perplexity, lambda value: number_text(value, 3)),
-        "KL to dense, nats": _known(one.divergence, lambda kl: f"{kl.value:.4f}"),
-        "layout": one.layout_words,
-        "adapted": one.adaptation,
-        "accuracy": _known(one.accuracy, percent),
-        "change of perplexity": _known(one.perplexity_change, change_text),
-        "same top token": _known(same, percent),
-        f"{kind} prefill ms": _known(row, lambda row: f"{row.ms['prefill']:.2f}"),
-        f"{kind} decode ms": _known(row, lambda row: f"{row.ms['decode']:.2f}"),
-        "not promoted": one.not_promoted or "",
-        "failed": one.failure or "",
+        "model": model.name,
+        "points from dense": points_text(model.difference) if model.difference else "",
+        f"within {margin_text(margin)}": "no: shown to be worse" if model.verdict == "worse" else model.verdict,
+        f"{kind} speed-up": speedup_text(timing.speedup()) + star if timing else "",
+        "perplexity": number_text(model.perplexity, 3) if model.perplexity is not None else "",
+        "KL to dense, nats": f"{model.divergence.value:.4f}" if model.divergence else "",
+        "layout": model.layout.words,
+        "adapted": model.adaptation,
+        "accuracy": f"{100 * model.accuracy:.1f} %" if model.accuracy is not None else "",
+        "change of perplexity": model.perplexity_change.text(3, sign=True) if model.perplexity_change else "",
+        "same top token": f"{100 * predictions.same_top_share:.1f} %" if predictions else "",
+        f"{kind} prefill ms": f"{timing.row.ms['prefill']:.2f}" if timing else "",
+        f"{kind} decode ms": f"{timing.row.ms['decode']:.2f}" if timing else "",
+        "not promoted": model.not_promoted or "",
+        "failed": model.failure or "",
     }
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+def setup_facts(documents: FoundDocuments) -> list[tuple[str, dict[str, str]]]:
+    """Return the names of documents, and the facts of their making: machine, versions, options.
 
-
-def _known(value: Known | None, text: Callable[[Known], str]) -> str:
-    """Return the text of a value; empty where there is none."""
-    return "" if value is None else text(value)
-
-
-def setup_facts(found: FoundDocuments) -> list[tuple[str, dict[str, str]]]:
-    """Return the names of documents, and the facts of their making. Documents with the same facts are one entry."""
-    together: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for path, facts in _facts(found):
-        texts = {name: ", ".join(fact) if isinstance(fact, list) else str(fact) for name, fact in facts.items() if fact}
-        together.setdefault(tuple(texts.items()), []).append(f"{path.parent.name}/{path.name}")
-    return [(listing(names), dict(facts)) for facts, names in together.items()]
-
-
-def _facts(found: FoundDocuments) -> Iterator[tuple[Path, dict[str, object]]]:
-    """Yield the facts of each document's making: machine, versions, options."""
-    for path, results in found.results:
+    Documents with the same facts are one entry.
+    """
+    facts: list[tuple[Path, dict[str, object]]] = []
+    for path, results in documents.of(EvalResults):
         options, model = results.options, results.models[0].model
         versions = {"torch": model.torch_version, "transformers": model.transformers_version}
-        asked = {"tasks": [*options.tasks], "samples for each task": options.limit, "perplexity on": options.perplexity}
-        yield path, {"device": model.device, "dtype": model.dtype, **versions, **asked}
-    for path, document in found.benches:
-        machine = {
-            name.replace("_", " "): fact for name, fact in vars(document.environment).items() if name != "settings"
+        asked = {
+            "tasks": [*options.get("tasks", ())],
+            "samples for each task": options.get("limit"),
+            "perplexity on": options.get("perplexity"),
         }
-        link = f"emulated link {document.link.name}" if document.link is not None else document.backend
-        rounds = f"{document.options.repeat}, after {document.options.warmup} to warm up"
-        yield path, {**machine, "communication": link, "rounds": rounds}
+        facts.append((path, {"device": model.device, "dtype": model.dtype, **versions, **asked}))
+    for path, bench in documents.of(BenchDocument):
+        machine = {name.replace("_", " "): fact for name, fact in vars(bench.environment).items() if name != "settings"}
+        link = f"emulated link {bench.link.name}" if bench.link is not None else bench.backend
+        rounds = f"{bench.options.repeat}, after {bench.options.warmup} to warm up"
+        facts.append((path, {**machine, "communication": link, "rounds": rounds}))
+    together: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for path, stated in facts:
+        texts = {
+            name: ", ".join(fact) if isinstance(fact, list) else str(fact) for name, fact in stated.items() if fact
+        }
+        together.setdefault(tuple(texts.items()), []).append(f"{path.parent.name}/{path.name}")
+    return [(listing(names), dict(texts)) for texts, names in together.items()]

@@ -18,15 +18,15 @@ from ladderize.runtime.step import Step
 class CpuOperations(Operations):
     """Operations by our own CPU kernels. Results are those of ``Operations``, up to rounding, in float32 and bfloat16.
 
-    own: the library that ``kernels`` returns.
+    library: the library that ``kernels`` returns.
     """
 
     name = "compiled"
 
-    def __init__(self, own: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
-        self._rms_norm, self._gated = own.ladderize_rms_norm, own.ladderize_gated
-        self._rotate, self._attend = own.ladderize_rotate, own.ladderize_attend
+        self._rms_norm, self._gated = library.ladderize_rms_norm, library.ladderize_gated
+        self._rotate, self._attend = library.ladderize_rotate, library.ladderize_attend
         self.threads = torch.get_num_threads()
 
     def norm(self, norm: RMSNorm, x: Stream) -> Tensor:
@@ -38,7 +38,7 @@ class CpuOperations(Operations):
 
     def mlp(self, weights: MlpWeights, x: Stream, apart: list[Tensor] | None) -> Tensor:  # type: ignore[override]
         x = whole(x)
-        inputs = [x] if apart is None else [x + own for own in apart]
+        inputs = [x] if apart is None else [x + partial for partial in apart]
         products = [
             gate_up(self.norm(weights.norm, read))
             for gate_up, read in zip(weights.gate_up, inputs, strict=apart is not None)
@@ -73,23 +73,23 @@ class CpuOperations(Operations):
         query = torch.empty(batch, tokens, heads, dim)
         kept = cache.is_static and cache.keys.dtype == torch.float32 and isinstance(step.columns, int)
         if kept:
-            place = _layer(cache.keys[index], cache.values[index], int(step.columns))
+            layer = _layer(cache.keys[index], cache.values[index], int(step.columns))
         else:
             keys, values = (torch.empty(batch, kv_heads, tokens, dim) for _ in range(2))
-            place = _layer(keys, values)
+            layer = _layer(keys, values)
         kind, size = TYPES[x.dtype], byref(Heads(batch, tokens, heads, kv_heads, dim))
         failed = self._rotate(
             *(kind, size, qkv.data_ptr()),
             *((None, 0.0) if norms is None else (norms.weight.data_ptr(), norms.eps)),
-            *(address(rope), rope_row, query.data_ptr(), byref(place), self.threads),
+            *(address(rope), rope_row, query.data_ptr(), byref(layer), self.threads),
         )
         if failed:
             raise IndexError(f"the KV cache has no such rows or columns: {batch} rows, columns {step.columns}")
         if not kept:
             cache.write(index, step.columns, keys, values)
             if step.length:
-                keys, values = (part.float() for part in cache.read(index, step.length))
-                place = _layer(keys, values)
+                keys, values = (tensor.float() for tensor in cache.read(index, step.length))
+                layer = _layer(keys, values)
         mask, causal = step.seen(decoder.windows[index])
         length = step.length or tokens
         scale = dim**-0.5 if decoder.attention_scale is None else decoder.attention_scale
@@ -102,7 +102,7 @@ class CpuOperations(Operations):
         room = torch.empty(self.threads, blocks * BLOCK * dim)
         seen = _seen(mask, causal, (batch, tokens, length))
         failed = self._attend(
-            *(kind, size, query.data_ptr(), byref(place), byref(seen), length, scale),
+            *(kind, size, query.data_ptr(), byref(layer), byref(seen), length, scale),
             *(out.data_ptr(), room.data_ptr(), self.threads),
         )
         if failed:

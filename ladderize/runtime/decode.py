@@ -48,8 +48,8 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
     if not sampling.top_k and sampling.top_p >= 1:  # every token is kept: no need to sort a whole vocabulary
         # in float64: a GPU's running sum of a long row differs from rank to rank, but so little that no draw tells
         cumulative = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
-        place = torch.searchsorted(cumulative, draw.double().unsqueeze(-1) * cumulative[:, -1:], right=True)
-        return place.clamp(max=logits.shape[-1] - 1).squeeze(-1)
+        index = torch.searchsorted(cumulative, draw.double().unsqueeze(-1) * cumulative[:, -1:], right=True)
+        return index.clamp(max=logits.shape[-1] - 1).squeeze(-1)
     scaled, order = scaled.sort(stable=True, dim=-1, descending=True)
     if sampling.top_k:
         scaled[:, sampling.top_k :] = -torch.inf
@@ -60,19 +60,9 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
     kept = cumulative - probabilities < sampling.top_p
     kept[:, 0] = True
     total = (probabilities * kept).sum(-1)
-    place = (cumulative <= (draw * total).unsqueeze(-1)).sum(-1)
-    place = torch.minimum(place, kept.sum(-1) - 1)
-    return order.gather(-1, place.unsqueeze(-1)).squeeze(-1)
-
-
-def check_mask(rows: int, tokens: int, device: torch.device) -> None:
-    """Raise UserError if memory is too small for the mask of rows of different lengths, in all its forms."""
-    check_room(
-        rows * tokens * tokens * 4,
-        device,
-        f"the mask of {rows:,} prompts of different lengths up to {tokens:,} tokens",
-        "generate fewer texts at a time, or prompts of one length",
-    )
+    index = (cumulative <= (draw * total).unsqueeze(-1)).sum(-1)
+    index = torch.minimum(index, kept.sum(-1) - 1)
+    return order.gather(-1, index.unsqueeze(-1)).squeeze(-1)
 
 
 def view_length(columns: int, cache: KVCache) -> int:
@@ -80,9 +70,8 @@ def view_length(columns: int, cache: KVCache) -> int:
 
     On a GPU it is a multiple of BUCKET, since cuDNN plans anew for every other shape.
     """
-    if cache.keys.device.type == "cpu":
-        return columns
-    return min(cache.columns, -(-columns // BUCKET) * BUCKET)
+    is_cpu = cache.keys.device.type == "cpu"
+    return columns if is_cpu else min(cache.columns, -(-columns // BUCKET) * BUCKET)
 
 
 def are_sound(logits: Tensor) -> Tensor:
@@ -99,14 +88,14 @@ def rope_table(config: dict[str, object], positions: int, device: torch.device) 
     from transformers import CONFIG_MAPPING
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    known: Any = CONFIG_MAPPING[known_family(config).model_type].from_dict(config)
-    rope_type = (known.rope_parameters or {}).get("rope_type", "default")
+    family_config: Any = CONFIG_MAPPING[known_family(config).model_type].from_dict(config)
+    rope_type = (family_config.rope_parameters or {}).get("rope_type", "default")
     if rope_type in ("dynamic", "longrope"):
         raise UserError(
             f"config.json: rope_type {rope_type} changes with the length of the text, which the runtime does not"
             " support"
         )
-    cos, sin = LlamaRotaryEmbedding(known)(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None])
+    cos, sin = LlamaRotaryEmbedding(family_config)(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None])
     if cos.shape[-1] != head_dim(config):
         raise UserError(
             f"config.json: rope turns {cos.shape[-1]} of a head's {head_dim(config)} numbers (partial_rotary_factor),"
@@ -146,7 +135,7 @@ class Generator:
     position: int = 0  # columns written so far, in every row
     padding: Tensor | None = None  # [batch] columns of padding on the left, None where there are none
     schedule: Schedule = SEQUENTIAL  # of reading prompts; a decode step is always one part
-    _captured: "dict[int, CapturedStep]" = field(default_factory=dict)
+    _captured: "dict[int, FixedStep]" = field(default_factory=dict)
     _prefills: "dict[PromptShape, CapturedPrefill]" = field(default_factory=dict)
     _seen: "Counter[PromptShape]" = field(default_factory=Counter)
     _pool: Any = None
@@ -156,8 +145,7 @@ class Generator:
         return self.cache.keys.device
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read the prompts, one for each row of the cache; return the logits after the last token of each, [batch,
-        vocab]."""
+        """Read the prompts, one for each row of the cache; return the next logits of each, [batch, vocab]."""
         self._check_rows(len(prompts))
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]).to(self.device)
@@ -174,15 +162,16 @@ class Generator:
             raise ValueError(f"{prompts} prompts for a cache of {self.cache.keys.shape[1]} rows")
 
     def read(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Begin anew with ids [batch, tokens]; return the normed hidden states of all of them, [batch, tokens,
-        hidden]."""
-        tokens = ids.shape[1]
-        self._check_rows(ids.shape[0])
+        """Begin anew with ids [batch, tokens]; return the normed hidden states of all, [batch, tokens, hidden]."""
+        rows, tokens = ids.shape
+        self._check_rows(rows)
         if tokens > self.cache.columns:
             raise UserError(f"a prompt of {tokens} tokens does not fit a cache of {self.cache.columns}")
         self.position, self.padding = tokens, padding
         if padding is not None:
-            check_mask(ids.shape[0], tokens, self.device)
+            mask = f"the mask of {rows:,} prompts of different lengths up to {tokens:,} tokens"
+            advice = "generate fewer texts at a time, or prompts of one length"
+            check_room(rows * tokens * tokens * 4, self.device, mask, advice)  # in all its forms
         return self.model.forward(ids, prompt_step(self.rope, tokens, padding), self.cache, self.schedule)
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
@@ -225,14 +214,13 @@ class Generator:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         return self._pool
 
-    def _graph(self, length: int) -> "CapturedStep":
+    def _graph(self, length: int) -> "FixedStep":
         if length not in self._captured:
-            self._captured[length] = CapturedStep(self, length, self._shared_pool())
+            self._captured[length] = FixedStep(self, length).capture(self._shared_pool())
         return self._captured[length]
 
     def decode_n_tokens(self, tokens: Tensor, draws: Tensor, sampling: Sampling, sound: Tensor | None = None) -> Tensor:
-        """Append ``tokens`` [batch], then sample and append as many more as ``draws`` [batch, n] has columns; return
-        the new ones [batch, n].
+        """Append ``tokens`` [batch], then sample and append as many as ``draws`` [batch, n]; return these [batch, n].
 
         On a GPU nothing here waits for the device.
 
@@ -251,8 +239,8 @@ class Generator:
 class FixedStep:
     """A decode step that reads token ids, position and padding from buffers and has ``length`` cache columns in view.
 
-    It holds the model and the cache but not its generator: a cycle would keep CUDA graphs alive, and NCCL does not end
-    before they do.
+    ``capture`` makes it a CUDA graph. Graphs of one generator share a pool of memory: each one's output is read before
+    the next is replayed. It holds no generator: a cycle would keep graphs alive, and NCCL does not end before they do.
     """
 
     def __init__(self, generator: Generator, length: int) -> None:
@@ -266,10 +254,7 @@ class FixedStep:
     def set(self, tokens: Tensor, position: int, padding: Tensor | None) -> None:
         self.tokens.copy_(tokens[:, None])
         self.position.fill_(position)
-        if padding is None:
-            self.padding.zero_()
-        else:
-            self.padding.copy_(padding)
+        self.padding.copy_(padding) if padding is not None else self.padding.zero_()
 
     def run(self) -> Tensor:
         seen = (self.columns <= self.position) & (self.columns[None] >= self.padding[:, None])
@@ -277,17 +262,12 @@ class FixedStep:
         step = Step(_rope_factors(self.rope, positions), self.position, self.length, seen[:, None, None])
         return self.model.logits(self.model.forward(self.tokens, step, self.cache))[:, 0]
 
-
-class CapturedStep(FixedStep):
-    """A decoding step as a CUDA graph. Graphs of one generator share a pool of memory: each one's output is read before
-    the next is replayed."""
-
-    def __init__(self, generator: Generator, length: int, pool: Any) -> None:
-        super().__init__(generator, length)
+    def capture(self, pool: Any) -> "FixedStep":
         cache = self.cache
         kept = cache.keys[..., :1, :].clone(), cache.values[..., :1, :].clone()  # a step that is captured writes there
-        self.graph, self.logits = capture(self.run, generator.device, pool=pool)
+        self.graph, self.logits = capture(self.run, cache.keys.device, pool=pool)
         cache.keys[..., :1, :], cache.values[..., :1, :] = kept
+        return self
 
     def replay(self, tokens: Tensor, position: int, padding: Tensor | None) -> Tensor:
         self.set(tokens, position, padding)
@@ -350,8 +330,6 @@ def generate_tokens(
 ) -> Iterator[list[list[int]]]:
     """Yield the new tokens of each row, a few steps at a time. A row that has ended yields nothing after its EOS.
 
-    Raises UserError if logits are NaN or infinite.
-
     first_row: the number of the first row for ``sampling``, where the rows are some of many.
     """
     draws = sampling.draws(len(prompts), max_new_tokens, first_row).to(generator.device)
@@ -369,14 +347,12 @@ def generate_tokens(
                 "the model's logits are NaN or infinite, so nothing was generated from them; check its weights, or"
                 " compute in float32"
             )
-        rows = []
+        rows: list[list[int]] = [[] for _ in prompts]
         for row, ids in enumerate(new.tolist()):
-            kept: list[int] = []
             for token in ids:
                 if not ended[row]:
-                    kept.append(token)
+                    rows[row].append(token)
                     ended[row] = token in eos
-            rows.append(kept)
         yield rows
         if all(ended) or done >= max_new_tokens:
             return

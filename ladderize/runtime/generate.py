@@ -1,8 +1,7 @@
 """The command ``ladderize generate``: prompts in, text out as it is made. Files of prompts: ``generate_file``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,10 +9,10 @@ from transformers import TextStreamer
 
 from ladderize.chat_template import Conversation, render, said_by_user
 from ladderize.console import SILENT, Console, printable
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UserError
 from ladderize.files.records import Record
 from ladderize.modeling import load_tokenizer
-from ladderize.ranks.device import check_device
+from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.environment import is_main_rank
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.choose import check_backend, choose
@@ -22,51 +21,18 @@ from ladderize.runtime.launch import Report, check_group_size, run
 from ladderize.runtime.sampling import GenerateOptions
 from ladderize.runtime.spec import ModelSpec, WeightCache, checkpoint_spec, eos_ids, open_generator
 
-Asked = str | Conversation  # a text to continue, or a conversation without its last answer
-
-
-@dataclass(frozen=True)
-class GenerateTask:
-    """All prompts, and the options for continuing them.
-
-    eos: the tokens that end a text.
-    prompts: token ids of each.
-    batch_size: texts at a time.
-    streams: show the first text while it is made.
-    """
-
-    spec: ModelSpec
-    options: GenerateOptions
-    eos: tuple[int, ...]
-    prompts: list[list[int]]
-    batch_size: int
-    streams: bool = False
-
-    @property
-    def longest(self) -> int:
-        return max(map(len, self.prompts))
-
-    def parts(self, done: int, size: int) -> Iterator[range]:
-        """Yield the numbers of ``size`` texts at a time, from the part that holds the first unfinished text.
-
-        done: the number of finished texts.
-        """
-        for first in range(done - done % size, len(self.prompts), size):
-            yield range(first, min(first + size, len(self.prompts)))
+Question = str | Conversation  # a text to continue, or a conversation without its last answer
 
 
 @dataclass(frozen=True)
 class GeneratedText(Record):
-    """A prompt and its continuation.
-
-    finish_reason: stop, at an EOS, or length.
-    """
+    """A prompt and its continuation."""
 
     prompt: str
     text: str
     prompt_tokens: int
     new_ids: list[int]
-    finish_reason: str
+    finish_reason: str  # stop, at an EOS, or length
 
 
 @dataclass(frozen=True)
@@ -80,62 +46,49 @@ class GenerateDocument(Record):
     texts: list[GeneratedText]
 
 
-def generate(
-    model: str | Path,
-    prompts: Sequence[str],
-    options: GenerateOptions | None = None,
-    *,
-    console: Console = SILENT,
-) -> GenerateDocument | None:
-    """Continue ``prompts`` as one batch on the tensor-parallel runtime. Returns None on other ranks than 0.
+def generate(options: GenerateOptions, *, console: Console = SILENT) -> GenerateDocument | None:
+    """Continue ``options.prompt`` as one batch on the tensor-parallel runtime. Returns None on other ranks than 0.
 
     A console that speaks shows texts, a single one as it is made. Raises UserError or LayoutError.
-
-    model: a folder or a hub id.
     """
-    options = options or GenerateOptions()
-    if not prompts:
-        raise UsageError("there is nothing to continue: give a prompt")
-    with console.stage(f"reading {model}"):
-        spec = check_generate(str(model), options)
+    with console.stage(f"reading {options.model}"):
+        spec = open_spec(options)
         tokenizer = tokenizer_of(spec)
-        asked: list[Asked] = [Conversation(said_by_user(text)) if options.chat else text for text in prompts]
-        ids = [prompt_ids(each, spec, tokenizer, options) for each in asked]
-    streams = len(ids) == 1 and console.speaks and not console.as_json
-    task = GenerateTask(spec, options, end_ids(spec, options), ids, len(ids), streams)
-    made: list[list[int]] = []
-    answer_on_runtime(task, 0, lambda batch: made.extend(batch[1]), console)
+        questions = [Conversation(said_by_user(text)) if options.chat else text for text in options.prompt]
+        prompts = [prompt_ids(question, spec, tokenizer, options) for question in questions]
+    answers: list[list[int]] = []
+    answer(spec, options, prompts, 0, lambda batch: answers.extend(batch[1]), console)
     if not is_main_rank():
         return None
-    texts = [
-        GeneratedText(
-            prompt=prompt,
-            text=answer_text(tokenizer, before, new),
-            prompt_tokens=len(before),
-            new_ids=new,
-            finish_reason="stop" if new and new[-1] in task.eos else "length",
-        )
-        for prompt, new, before in zip(prompts, made, ids, strict=True)
-    ]
-    if not streams:
-        for text in texts:
-            console.result(f"> {text.prompt}\n{text.text}\n")
+    ends = end_ids(spec, options)
+    texts = []
+    for text, prompt, new in zip(options.prompt, prompts, answers, strict=True):
+        reason = "stop" if new and new[-1] in ends else "length"
+        texts.append(GeneratedText(text, answer_text(tokenizer, prompt, new), len(prompt), new, reason))
+        if not _streams(options, console):
+            console.result(f"> {text}\n{texts[-1].text}\n")
     return GenerateDocument(spec.name, str(spec.layout), options.tp_size, spec.dtype, texts)
+
+
+def _streams(options: GenerateOptions, console: Console) -> bool:
+    """Return True where the only text is shown while it is made."""
+    return len(options.prompt) == 1 and console.speaks and not console.as_json
 
 
 # ---- prompts ----
 
 
-def check_generate(model: str, options: GenerateOptions) -> ModelSpec:
-    """Return the model after all checks that need neither weights nor ranks. Raises UserError or LayoutError."""
-    check_device(options.device)
-    check_backend(options.backend, options.tp_size, options.device)
-    check_group_size(options.tp_size, options.device)
-    return checkpoint_spec(model, tp_size=options.tp_size, dtype=options.dtype, revision=options.revision)
+def open_spec(options: GenerateOptions) -> ModelSpec:
+    """Return the model after all checks that need neither weights nor ranks."""
+    device = options.device or default_device()
+    check_device(device)
+    check_backend(options.backend, options.tp_size, device)
+    check_group_size(options.tp_size, device)
+    return checkpoint_spec(str(options.model), tp_size=options.tp_size, dtype=options.dtype, revision=options.revision)
 
 
 def tokenizer_of(spec: ModelSpec) -> Any:
-    """Return the checkpoint's tokenizer. Raises UserError where there is none."""
+    """Return the checkpoint's tokenizer; raises UserError where there is none."""
     tokenizer = load_tokenizer(spec.folder) if spec.folder is not None else None
     if tokenizer is None:
         raise UserError(f"{spec.name} has no tokenizer, and generate needs one")
@@ -143,7 +96,7 @@ def tokenizer_of(spec: ModelSpec) -> Any:
 
 
 def prompt_ids(
-    asked: Asked, spec: ModelSpec, tokenizer: Any, options: GenerateOptions, *, as_data: bool = False
+    question: Question, spec: ModelSpec, tokenizer: Any, options: GenerateOptions, *, as_data: bool = False
 ) -> list[int]:
     """Return the ids of a text to continue, or of a conversation up to where the assistant's answer begins.
 
@@ -154,11 +107,11 @@ def prompt_ids(
     Raises UserError for ids that the model does not have, and for more than fit into it.
     """
     ids: list[int]
-    if isinstance(asked, Conversation):
-        text, _ = render(tokenizer, asked, as_data=as_data, add_generation_prompt=True)
+    if isinstance(question, Conversation):
+        text, _ = render(tokenizer, question, as_data=as_data, add_generation_prompt=True)
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     else:
-        ids = tokenizer(asked, verbose=False)["input_ids"]
+        ids = tokenizer(question, verbose=False)["input_ids"]
     check_prompt(ids, spec, options)
     return ids
 
@@ -185,49 +138,58 @@ def end_ids(spec: ModelSpec, options: GenerateOptions) -> tuple[int, ...]:
 # ---- answers ----
 
 
-def answer_on_runtime(task: GenerateTask, done: int, report: Report, console: Console) -> None:
-    """Continue the prompts that are not ``done`` on ladderize's own ranks.
+def answer(
+    spec: ModelSpec,
+    options: GenerateOptions,
+    prompts: Sequence[list[int]],
+    done: int,
+    report: Report,
+    console: Console,
+) -> None:
+    """Continue the prompts (token ids of each) behind the first ``done`` ones, of which rank 0 knows, on ladderize's
+    own ranks. ``report`` is called with each batch: (number of its first text, new ids of each)."""
+    device = options.device or default_device()
+    run(_answer_on_rank, spec, options, prompts, done, console, tp_size=options.tp_size, device=device, report=report)
 
-    report: is called with each batch: (number of its first text, new ids of each).
-    """
-    ranks = {name: getattr(task.options, name) for name in ("tp_size", "device", "threads")}
-    run(_answer_on_rank, task, done, console, **ranks, report=report)
 
-
-def _answer_on_rank(group: Ranks, task: GenerateTask, done: int, console: Console) -> None:
+def _answer_on_rank(
+    group: Ranks, spec: ModelSpec, options: GenerateOptions, prompts: Sequence[list[int]], done: int, console: Console
+) -> None:
     done = group.broadcast(done)
-    if done == len(task.prompts):
+    if done == len(prompts):
         return
-    spec, options, rows = task.spec, task.options, task.batch_size
-    largest = max(spec.config["hidden_size"] * task.longest, spec.config["vocab_size"])
+    rows = len(prompts) if options.out is None else min(options.concurrency, len(prompts))
+    longest, ends = max(map(len, prompts)), end_ids(spec, options)
+    largest = max(spec.config["hidden_size"] * longest, spec.config["vocab_size"])
     collectives, backend = choose(options.backend, group, max_bytes=spec.torch_dtype.itemsize * largest * rows)
     with console.progress("loading", spec.config["num_hidden_layers"]) as advance:
-        weights, columns = WeightCache(group.device, pack=True), task.longest + options.max_new_tokens
+        weights, columns = WeightCache(group.device, pack=True), longest + options.max_new_tokens
         generator = open_generator(spec, collectives, weights, group, rows, columns, advance=advance)
     if note := generator.model.operations.note:
         console.warn(note)
     console.note(f"{spec.layout}; {backend}")
-    live = _Live(tokenizer_of(spec), skip_special_tokens=True) if task.streams and group.is_main else None
+    live = _Live(tokenizer_of(spec), skip_special_tokens=True) if group.is_main and _streams(options, console) else None
     with torch.inference_mode():
-        for numbers in task.parts(done, rows):
-            prompts = [task.prompts[number] for number in numbers]
-            prompts += prompts[-1:] * (rows - len(prompts))  # computed, and not waited for
-            new: list[list[int]] = [[] for _ in numbers]
-            for made in generate_tokens(
+        # batches begin at multiples of their size, wherever an earlier run ended
+        for first in range(done - done % rows, len(prompts), rows):
+            batch = [*prompts[first : first + rows]]
+            new: list[list[int]] = [[] for _ in batch]
+            batch += batch[-1:] * (rows - len(batch))  # computed, and not waited for
+            for chunk in generate_tokens(
                 generator,
-                prompts,
+                batch,
                 max_new_tokens=options.max_new_tokens,
                 sampling=options.sampling,
-                eos=task.eos,
-                first_row=numbers[0],
+                eos=ends,
+                first_row=first,
             ):
-                for ids, more in zip(new, made, strict=False):
+                for ids, more in zip(new, chunk, strict=False):
                     ids += more
                 if live is not None:
-                    live.put(torch.tensor(made[0]))
-                if all(ids[-1] in task.eos for ids in new):
+                    live.put(torch.tensor(chunk[0]))
+                if all(ids[-1] in ends for ids in new):
                     break
-            group.report((numbers[0], new))
+            group.report((first, new))
     if live is not None:
         live.end()
     generator.model.collectives.settle()

@@ -1,16 +1,14 @@
 """The command ``ladderize generate --out``: answers to the rows of a file, or texts from BOS alone, as training data.
 
 A line depends on its number, the seed and the options of sampling. Lines are written in order, a batch at a time, into
-a file beside OUT, which gets OUT's name when it is complete. The same command goes on with that file. Batches are cut
-at multiples of their size, so a line is computed in the same row of the same products wherever a run begins.
+a file of unfinished work, which gets OUT's name when it is complete. The same command goes on with that file. Batches
+are cut at multiples of their size, so a line is computed in the same row of the same products wherever a run begins.
 """
 
-import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,120 +17,105 @@ from ladderize.chat_template import said_by_user
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console, sentence
-from ladderize.data import file_sha256
+from ladderize.data.files import file_sha256
+from ladderize.data.formats import EMPTY, Formats, check_row, read_conversation, tell_left_out
+from ladderize.data.rows import Row, file_rows
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import check_writable
 from ladderize.files.parsing import parse_json
 from ladderize.files.records import Record
 from ladderize.files.regular import read_lines, resolved
-from ladderize.files.temporaries import fsync, try_lock
+from ladderize.files.temporaries import fsync
+from ladderize.files.unfinished import Unfinished, work_folder
 from ladderize.modeling import load_tokenizer, tokenizer_hash
 from ladderize.ranks.environment import already_started, is_main_rank
 from ladderize.ranks.group import ignore
-from ladderize.rows import EMPTY, Formats, Row, check_row, jsonl_rows, parquet_rows, read_conversation, tell_left_out
 from ladderize.runtime.generate import (
-    Asked,
-    GenerateTask,
-    answer_on_runtime,
+    Question,
+    answer,
     answer_text,
-    check_generate,
     check_prompt,
     end_ids,
+    open_spec,
     prompt_ids,
     tokenizer_of,
 )
-from ladderize.runtime.sampling import DEFAULT_TEXTS_AT_A_TIME, GenerateOptions, Sampling
+from ladderize.runtime.sampling import GenerateOptions
 from ladderize.runtime.spec import ModelSpec
 
-PROMPT_FORMATS = Formats(
-    {name: (name,) for name in ("messages", "conversations", "prompt", "text")},
-    "messages, conversations, prompt or text",
-)
+LINES = "lines.jsonl"  # in the folder of unfinished work
+PROMPT_SUFFIXES = (".jsonl", ".parquet", ".txt")
+PROMPT_FORMATS = Formats({name: (name,) for name in ("messages", "conversations", "prompt", "text")})
 
 
 @dataclass(frozen=True)
 class GenerateFileDocument(Record):
-    """The output of ``ladderize generate --out --json``.
-
-    ended_samples: texts that EOS ended, not their length.
-    """
+    """The output of ``ladderize generate --out --json``."""
 
     model: str
     layout: str
     out: str
     samples: int
-    ended_samples: int
+    ended_samples: int  # by EOS, not by their length
 
 
-def generate_file(
-    model: str | Path,
-    out: str | Path,
-    prompt_file: str | Path | None = None,
-    options: GenerateOptions | None = None,
-    *,
-    samples: int | None = None,
-    batch_size: int = DEFAULT_TEXTS_AT_A_TIME,
-    console: Console = SILENT,
-) -> GenerateFileDocument | None:
-    """Write a line to ``out`` for each row of ``prompt_file``, or ``samples`` texts from BOS; see docs/files.md.
+def generate_file(options: GenerateOptions, *, console: Console = SILENT) -> GenerateFileDocument | None:
+    """Write a line to ``options.out`` for each row of ``prompt_file``, or texts from BOS; see docs/files.md.
 
     Rows that cannot be used are left out. A killed run goes on when it is called again. Returns None on other ranks
     than 0. Raises UserError where too many rows cannot be used, or OUT cannot be written.
-
-    model: a folder or a hub id.
-    prompt_file: .jsonl, .parquet or .txt; None: texts begin with BOS alone.
-    options: by default sampled at temperature 1.
-    samples: the number of texts; of a file, the most rows that are read; None: all.
-    batch_size: texts at a time; the KV cache grows with it.
     """
-    options = options or GenerateOptions(sampling=Sampling(temperature=1.0))
-    if prompt_file is None and samples is None:
-        raise UsageError("--from-bos needs --num-samples N: how many texts")
-    if prompt_file is None and (options.chat or options.sampling.temperature == 0):
-        raise UsageError("--from-bos begins with BOS alone, so it takes no --chat, and a --temperature above 0")
-    out = Path(out)
-    if out.suffix != ".jsonl":
-        raise UsageError(f"--out {out} must end in .jsonl, which tells --data how to read it")
-    out = resolved(out, "--out ")
+    if options.out is None:
+        raise UsageError("generate_file needs out, the .jsonl file to write")
+    out = resolved(options.out, "--out ")
     if is_main_rank():
         check_writable(out)
         if out.exists():
             raise UserError(f"--out {out} already exists; choose another name, or delete it")
-    spec = check_generate(str(model), options)
+    spec = open_spec(options)
     assert spec.folder is not None
-    asked: list[Asked] = []
-    if prompt_file is None:
-        tokenizer = load_tokenizer(spec.folder)
-        prompts = [[bos_id(spec, tokenizer)]] * (samples or 0)
+    if options.prompt_file is None:
+        tokenizer, count = load_tokenizer(spec.folder), options.num_samples or 0
+        questions: list[Question | None] = [None] * count
+        prompts = [[bos_id(spec, tokenizer)]] * count
         check_prompt(prompts[0], spec, options)
     else:
         tokenizer = tokenizer_of(spec)
-        with console.stage(f"reading {prompt_file}"):
-            asked, prompts = read_prompts(Path(prompt_file), samples, spec, tokenizer, options, console)
-    task = GenerateTask(spec, options, end_ids(spec, options), prompts, min(batch_size, len(prompts)))
-    digest = _digest(task, prompt_file)
-    with closing(LineWriter(out, digest, len(prompts))) if is_main_rank() else nullcontext() as lines:
-        done = lines.lines if lines is not None else 0
-        with console.progress("generating", len(prompts), done=done) as advance:
+        with console.stage(f"reading {options.prompt_file}"):
+            questions, prompts = read_prompts(spec, tokenizer, options, console)
+    if not is_main_rank():
+        answer(spec, options, prompts, 0, ignore, console)
+        return None
+    ends = end_ids(spec, options)
+    identity = _identity(spec, options, prompts[0], ends)
+    with Unfinished(work_folder(out), "generate", identity, pieces=LINES, console=console) as work:
+        path = work.folder / LINES
+        reasons = complete_lines(path, len(prompts))
+        with console.progress("generating", len(prompts), done=len(reasons)) as advance:
 
             def write(batch: tuple[int, list[list[int]]]) -> None:
-                assert lines is not None
-                first, new = batch
-                rows = [_row(task, asked, tokenizer, first + place, ids) for place, ids in enumerate(new)]
-                rows = rows[lines.lines - first :]  # of a batch that was cut off by a kill
-                lines.append(rows)
+                first, answers = batch
+                skipped = len(reasons) - first  # of a batch that was cut off by a kill
+                rows = []
+                for number, new in enumerate(answers[skipped:], start=len(reasons)):
+                    rows.append(_row(questions[number], prompts[number], new, ends, tokenizer))
+                append_rows(path, rows)
+                reasons.extend(row["finish_reason"] for row in rows)
                 advance(len(rows))
 
-            if done < len(prompts) or already_started():  # with a launcher, other ranks wait for ``done``
-                answer_on_runtime(task, done, ignore if lines is None else write, console)
-        if lines is None:
-            return None
-        lines.finish()
-        console.result(
-            f"{lines.lines} texts, {lines.lines - lines.ended} of them cut off at --max-new-tokens"
-            f" {options.max_new_tokens}: {out}"
-        )
-        return GenerateFileDocument(spec.name, str(spec.layout), str(out), lines.lines, lines.ended)
+            if len(reasons) < len(prompts) or already_started():  # other ranks of a launcher wait
+                answer(spec, options, prompts, len(reasons), write, console)
+        if out.exists():
+            raise UserError(f"--out {out} appeared meanwhile; the texts are in {path}")
+        fsync(path)
+        os.replace(path, out)
+        fsync(out.parent)
+    ended = reasons.count("stop")
+    console.result(
+        f"{len(reasons)} texts, {len(reasons) - ended} of them cut off at --max-new-tokens {options.max_new_tokens}:"
+        f" {out}"
+    )
+    return GenerateFileDocument(spec.name, str(spec.layout), str(out), len(reasons), ended)
 
 
 # ---- prompts ----
@@ -151,47 +134,31 @@ def bos_id(spec: ModelSpec, tokenizer: Any) -> int:
 
 
 def read_prompts(
-    file: Path, samples: int | None, spec: ModelSpec, tokenizer: Any, options: GenerateOptions, console: Console
-) -> tuple[list[Asked], list[list[int]]]:
-    """Return the prompts in the first ``samples`` rows of a file (None: all), and their ids.
-
-    Raises UserError where too many rows cannot be used, and for a file without prompts.
-    """
-    path = resolved(file, "--prompt-file ")
-    readers = {".jsonl": jsonl_rows, ".parquet": parquet_rows, ".txt": _text_rows}
-    if path.suffix not in readers:
-        raise UsageError(f"--prompt-file {path} must end in one of {', '.join(readers)}")
-    if not path.exists():
-        raise UserError(f"--prompt-file {path} does not exist")
-    asked: list[Asked] = []
+    spec: ModelSpec, tokenizer: Any, options: GenerateOptions, console: Console
+) -> tuple[list[Question | None], list[list[int]]]:
+    """Return the prompts in the first rows of ``options.prompt_file``, and their ids."""
+    path = resolved(options.prompt_file or "", "--prompt-file ")
+    if path.suffix not in PROMPT_SUFFIXES:
+        raise UsageError(f"--prompt-file {path} must end in one of {', '.join(PROMPT_SUFFIXES)}")
+    questions: list[Question | None] = []
     prompts: list[list[int]] = []
     problems: list[str] = []
-    for row in itertools.islice(readers[path.suffix](path), samples):
+    for row in itertools.islice(file_rows(str(path)), options.num_samples):
         try:
-            question = _asked(row, options.chat)
+            question = _question(row, options.chat)
             if question is not None:
                 prompts.append(prompt_ids(question, spec, tokenizer, options, as_data=True))
-                asked.append(question)
+                questions.append(question)
             problems.append(EMPTY if question is None else "")
         except UserError as problem:
             problems.append(str(problem) if str(problem).startswith(row.origin) else f"{row.origin}: {problem}")
     tell_left_out(f"--prompt-file {path}", problems, console)
     if not prompts:
         raise UserError(f"--prompt-file {path} holds no prompts")
-    return asked, prompts
+    return questions, prompts
 
 
-def _text_rows(path: Path) -> Iterator[Row]:
-    for number, line in enumerate(read_lines(path), start=1):
-        try:
-            text = line.decode("utf-8-sig").rstrip("\r\n")
-        except UnicodeDecodeError:
-            raise UserError(f"{path}, line {number} is not UTF-8 text") from None
-        if text.strip():
-            yield Row({"text": text}, f"{path}, line {number}")
-
-
-def _asked(row: Row, chat: bool) -> Asked | None:
+def _question(row: Row, chat: bool) -> Question | None:
     """Return what a row asks; None for empty text. Raises UserError for a row that cannot be used.
 
     chat: a text is a user's message, not one to continue.
@@ -211,101 +178,71 @@ def _asked(row: Row, chat: bool) -> Asked | None:
     return conversation.until(count)
 
 
-# ---- the file ----
+# ---- lines ----
 
 
-def _digest(task: GenerateTask, prompt_file: str | Path | None) -> str:
-    """Return a hash of all that decides a line. The number of ranks and the size of a batch change rounding only."""
-    spec, options = task.spec, task.options
+def _identity(spec: ModelSpec, options: GenerateOptions, prompt: list[int], ends: tuple[int, ...]) -> dict[str, Any]:
+    """Return all that decides a line. The number of ranks and the size of a batch change rounding only."""
     assert spec.folder is not None
-    identity = {
+    return {
         "model": fingerprint(read_checkpoint(spec.folder)),
         "tokenizer": tokenizer_hash(spec.folder),  # with the chat template
         "layout": spec.layout.to_config(),
         "dtype": spec.dtype,
-        "prompts": task.prompts[0] if prompt_file is None else file_sha256(str(prompt_file)),
+        "prompts": prompt if options.prompt_file is None else file_sha256(str(options.prompt_file)),
         "chat": options.chat,
-        "eos": list(task.eos),
+        "eos": ends,
         "max_new_tokens": options.max_new_tokens,
         **vars(options.sampling),
     }
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _row(task: GenerateTask, asked: list[Asked], tokenizer: Any, number: int, new: list[int]) -> dict[str, Any]:
-    """Return a line of OUT.
-
-    asked: what each line answers; empty: texts begin with BOS.
-    """
-    prompt, ended = task.prompts[number], new[-1] in task.eos
+def _row(
+    question: Question | None, prompt: list[int], new: list[int], ends: tuple[int, ...], tokenizer: Any
+) -> dict[str, Any]:
+    """Return a line of OUT. question: what it answers; None: the text begins with BOS."""
+    ended = new[-1] in ends
     ids: dict[str, Any] = {"input_ids": [*prompt, *new]}
     reason = {"finish_reason": "stop" if ended else "length"}
-    if not asked:
+    if question is None:
         text = {} if tokenizer is None else {"text": tokenizer.decode(ids["input_ids"], skip_special_tokens=True)}
         return {**text, **ids, **reason}
     # training reads the ids: the template may not give back what the model wrote, nor the tokenizer its ids
     ids["loss_mask"] = [0] * len(prompt) + [1] * len(new)
-    answer, question = answer_text(tokenizer, prompt, new[:-1] if ended else new), asked[number]
+    answered = answer_text(tokenizer, prompt, new[:-1] if ended else new)
     if isinstance(question, str):
-        return {"prompt": question, "completion": answer, **ids, **reason}
-    messages = {"messages": [*question.messages, {"role": "assistant", "content": answer}]}
+        return {"prompt": question, "completion": answered, **ids, **reason}
+    messages = {"messages": [*question.messages, {"role": "assistant", "content": answered}]}
     more = {"tools": question.tools, "chat_template_kwargs": question.variables}
     return {**messages, **{name: value for name, value in more.items() if value}, **ids, **reason}
 
 
-class LineWriter:
-    """The writer of the unfinished OUT: a locked file beside it, whose name holds a hash of all that decides its lines.
-
-    So only the same command goes on with it. Raises UserError while another run of the same command writes OUT.
-
-    lines, ended: the number of complete lines, and of those that EOS ended.
-    """
-
-    def __init__(self, out: Path, digest: str, most: int) -> None:
-        """Open the file that an earlier run left, or a new one.
-
-        most: the number of lines that OUT will have.
-        """
-        self.out, self.path = out, out.with_name(f"{out.name}.{digest}.part")
-        self.lines = self.ended = end = 0
-        self.file = self.path.open("ab", buffering=0)
-        if not try_lock(self.file.fileno()):
-            self.file.close()
-            raise UserError(f"another run writes {out}; wait for it, or choose another --out")
-        for line in itertools.islice(read_lines(self.path), most):
-            try:  # the rest of a line after a kill or a power failure is cut off
-                reason = parse_json(line)["finish_reason"] if line.endswith(b"\n") else None
+def complete_lines(path: Path, most: int) -> list[str]:
+    """Return the finish reasons of the first lines that an earlier run wrote, ``most`` at most. What follows them, such
+    as what a kill or a power failure left of a line, is cut off."""
+    reasons: list[str] = []
+    end = 0
+    if path.exists():
+        for line in itertools.islice(read_lines(path), most):
+            try:
+                row = parse_json(line)
+                if not line.endswith(b"\n"):
+                    break
+                reasons.append(row["finish_reason"])
             except (ValueError, KeyError, TypeError):
                 break
-            if reason is None:
-                break
-            self.lines, self.ended, end = self.lines + 1, self.ended + (reason == "stop"), end + len(line)
-        self.file.truncate(end)
+            end += len(line)
+        os.truncate(path, end)
+    return reasons
 
-    def append(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write rows. Raises UserError where the disk is full."""
-        try:
+
+def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write lines behind those of a file. Raises UserError where the disk is full."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
             # what parquet may hold and JSON may not (a date, say) is written as text
-            left = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
-            while left:
-                left = left[self.file.write(left) :]
-        except OSError as error:
-            raise UserError(
-                f"{self.path} cannot be written: {sentence(error)}; once it can, run the same command again to resume"
-            ) from None
-        self.lines += len(rows)
-        self.ended += sum(row["finish_reason"] == "stop" for row in rows)
-
-    def finish(self) -> None:
-        """Give the file the name OUT."""
-        if self.out.exists():
-            raise UserError(f"--out {self.out} appeared meanwhile; the texts are in {self.path}")
-        os.fsync(self.file.fileno())
-        os.replace(self.path, self.out)
-        fsync(self.out.parent)
-
-    def close(self) -> None:
-        """Close the file. One without lines is removed."""
-        if not self.lines:
-            self.path.unlink(missing_ok=True)
-        self.file.close()
+            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written: {sentence(error)}; once it can, run the same command again to resume"
+        ) from None

@@ -70,7 +70,7 @@ class GpuOperations(Operations):
         qkv = together(weights.qkv, self.norms_apart(weights.norm, x, apart))
         if ranks > 1:  # the queries of all, then their keys, then their values
             sizes = [count * shape.head_dim for count in (shape.own_heads, shape.own_kv_heads, shape.own_kv_heads)]
-            qkv = torch.cat([abreast(part) for part in qkv.split(sizes, -1)], -1)[None]
+            qkv = torch.cat([abreast(projected) for projected in qkv.split(sizes, -1)], -1)[None]
         return self.attend_projected(weights.head_norms, qkv[0], step, cache, index, shape, ranks)
 
     def products_apart(self, linears: list[Linear], x: Tensor) -> Sequence[Tensor]:
@@ -112,12 +112,12 @@ def together(linears: list[Linear], x: Tensor) -> Tensor:
     """Return the product of each virtual rank, [ranks, ..., out], with its own x [ranks, ..., in]."""
     if isinstance(linears, JoinedLinears):
         return linears.together(x)
-    return stacked([linear(own) for linear, own in zip(linears, x, strict=True)])
+    return stacked([linear(read) for linear, read in zip(linears, x, strict=True)])
 
 
-def stacked(parts: Sequence[Tensor]) -> Tensor:
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
     """Return the parts of virtual ranks as [ranks, ...]; that of one is not copied."""
-    return parts[0][None] if len(parts) == 1 else torch.stack([*parts])
+    return tensors[0][None] if len(tensors) == 1 else torch.stack([*tensors])
 
 
 def abreast(x: Tensor) -> Tensor:

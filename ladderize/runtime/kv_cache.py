@@ -40,11 +40,10 @@ class KVCache:
         again: "Sequence[KVCache]" = (),
         processes: int = 1,
     ) -> "KVCache":
-        """Return an empty cache. Raises UserError where there is not enough memory.
+        """Return an empty cache, or one of the same size in ``again``; UserError where there is not enough memory.
 
         dtype: of the model's weights.
         kv_heads: of ``shards.cached_heads``; None: the rank's own.
-        again: one of the same size is returned instead.
         processes: of this machine that allocate as much.
         """
         dtype = torch.float32 if device.type == "cpu" else dtype
@@ -52,13 +51,9 @@ class KVCache:
         for kept in again:
             if kept.keys.shape == size and kept.keys.dtype == dtype:
                 return kept
-        check_room(
-            2 * math.prod(size) * dtype.itemsize,
-            device,
-            f"a KV cache for {batch:,} texts of {columns:,} tokens",
-            "generate fewer texts at a time, or shorter ones",
-            processes=processes,
-        )
+        name = f"a KV cache for {batch:,} texts of {columns:,} tokens"
+        advice = "generate fewer texts at a time, or shorter ones"
+        check_room(2 * math.prod(size) * dtype.itemsize, device, name, advice, processes=processes)
         # zeros, not empty: a masked column of garbage could hold NaN, and 0 * NaN is NaN
         return cls(torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
 
@@ -90,8 +85,7 @@ class KVCache:
         return KVCache(self.keys[:, :, begin:end], self.values[:, :, begin:end])
 
     def for_parts(self) -> "KVCache":
-        """Return a cache for the parts of one row, which are read in turn and see the keys and values of earlier
-        ones."""
+        """Return a cache for the parts of one row, which see the keys and values of earlier ones."""
         return self
 
 
@@ -118,10 +112,9 @@ class NoCache(KVCache):
 
 
 class PartsCache(NoCache):
-    """A cache of the parts of one row in training.
+    """A cache of the parts of one row in training: the tensors themselves, which may have gradients.
 
-    It keeps the tensors themselves, which may have gradients, and copies nothing before it is read. A part that is
-    computed again (activation checkpointing) replaces its own entry.
+    A part that is computed again (activation checkpointing) replaces its own entry.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -133,12 +126,11 @@ class PartsCache(NoCache):
         return self.by_heads.setdefault(begin, PartsCache(self.keys.dtype, self.keys.device))
 
     def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
-        if not isinstance(columns, int):
-            raise NotImplementedError("a part of a row is written from one column on")
+        assert isinstance(columns, int)
         dtype = self.keys.dtype
         self.parts.setdefault(layer, {})[columns] = (keys.to(dtype), values.to(dtype))
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        own = [part for first, part in sorted(self.parts[layer].items(), key=lambda item: item[0]) if first < length]
-        keys, values = zip(*own, strict=True)
+        stored = self.parts[layer]
+        keys, values = zip(*(stored[first] for first in sorted(stored) if first < length), strict=True)
         return torch.cat(keys, 2), torch.cat(values, 2)

@@ -28,7 +28,7 @@ from ladderize.errors import LadderizeError, UsageError, UserError
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.device import set_threads, take_cores
 from ladderize.ranks.environment import ALONE, Place, launched, start_context, started_rank_variables
-from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, ignore, join_group
+from ladderize.ranks.group import INFERENCE_TIMEOUT, ignore, join_group
 from ladderize.runtime.collectives.shm import remove_segments
 
 # The first error is taken for the cause. A rank that only lost another one waits so long before it says so.
@@ -39,21 +39,17 @@ Report = Callable[[Any], None]
 
 
 def check_group_size(tp_size: int, device: str) -> None:
-    """Raise UserError unless ``tp_size`` agrees with the launcher, if any, and with the devices of this host.
-
-    Raises UsageError for one device for several ranks.
-    """
-    place = launched()
+    """Raise UserError unless ``tp_size`` agrees with the launcher, if any, and with the devices of this host."""
+    launch = launched()
     if tp_size > 1 and ":" in device:
         raise UsageError(
             f"--device {device} is one device, but each of {tp_size} ranks takes its own; say --device cuda"
         )
-    if place != ALONE:
-        if tp_size != place.size:
-            raise UserError(
-                f"--tp-size {tp_size} was asked for, but the launcher started {place.size} processes; make them equal"
-            )
-    elif device == "cuda" and tp_size > torch.cuda.device_count():
+    if launch != ALONE and tp_size != launch.size:
+        raise UserError(
+            f"--tp-size {tp_size} was asked for, but the launcher started {launch.size} processes; make them equal"
+        )
+    if launch == ALONE and device == "cuda" and tp_size > torch.cuda.device_count():
         raise UserError(
             f"--tp-size {tp_size} needs as many GPUs; this host has {torch.cuda.device_count()} (see --emulate-tp of"
             " bench)"
@@ -72,9 +68,8 @@ def run(
 ) -> Any:
     """Call ``function(ranks, *args)`` on every rank of a group and return what rank 0 returned.
 
-    One rank runs in this process. More are started as processes of this host, unless a launcher has done so.
-    ``function`` and ``args`` are pickled by reference. Raises UserError with the cause if any rank fails; by then all
-    ranks are gone.
+    One rank runs in this process. More are started as processes of this host, unless a launcher has done so. If any
+    fails, UserError says the cause; by then all are gone.
 
     threads: of each rank; None: this host's cores are divided among the ranks.
     report: is called in this process with each value that rank 0 gives to ``ranks.report``, as soon as it comes.
@@ -82,52 +77,41 @@ def run(
     stoppable: SIGTERM and Ctrl-C are passed on to the ranks, which save and end.
     """
     check_group_size(tp_size, device)
-    place = launched()
-    if place != ALONE or tp_size == 1:
-        with joined(place, device, threads, report, timeout) as ranks:
-            return function(ranks, *args)
+    launch = launched()
+    if launch != ALONE or tp_size == 1:
+        return _work_as_rank(launch, report, function, args, device, threads, timeout)
     places = [Place(rank, tp_size, rank, tp_size) for rank in range(tp_size)]
     with temporary_folder("group") as folder:
-        meeting = f"file://{folder / 'store'}"
-        inside = (function, args, device, threads, meeting, timeout)
-        return run_processes(_work_as_rank, inside, places, report, stoppable=stoppable)
-
-
-@contextlib.contextmanager
-def joined(
-    place: Place, device: str, threads: int | None, report: Report, timeout: timedelta, meeting: str = "env://"
-) -> Iterator[Ranks]:
-    """Make this process the rank at ``place`` until the end of the block.
-
-    A group that this process has joined before is used, and stays, for several models in turn.
-
-    meeting: torch's init_method.
-    """
-    set_threads(threads, place.local_size)
-    stays = dist.is_initialized()
-    ranks = join_group(place, device, timeout=timeout, init_method=meeting)
-    yield dataclasses.replace(ranks, report=report) if ranks.is_main else ranks
-    if place.size > 1:
-        gc.collect()  # CUDA graphs of the block that hold the group: NCCL waits for each of them
-    if place.size > 1 and not stays:
-        # not after an error: the others would fail in turn, and report it before this rank reports the cause
-        dist.destroy_process_group()
+        arguments = (function, args, device, threads, timeout, f"file://{folder / 'store'}")
+        return run_processes(_work_as_rank, arguments, places, report, stoppable=stoppable)
 
 
 def _work_as_rank(
-    place: Place,
+    launch: Place,
     report: Report,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     device: str,
     threads: int | None,
-    meeting: str,
     timeout: timedelta,
+    meeting: str | None = None,
 ) -> Any:
-    if device == "cpu":
-        threads = take_cores(place.local_rank, place.local_size, threads)
-    with joined(place, device, threads, report, timeout, meeting) as ranks:
-        return function(ranks, *args)
+    """Call ``function`` as one rank of a group. One that this process has joined before is used, and stays.
+
+    meeting: torch's init_method; None: that of a launcher, which has also given this process its cores.
+    """
+    if meeting is not None and device == "cpu":
+        threads = take_cores(launch.local_rank, launch.local_size, threads)
+    set_threads(threads, launch.local_size)
+    stays = dist.is_initialized()
+    ranks = join_group(launch, device, timeout=timeout, init_method=meeting or "env://")
+    value = function(dataclasses.replace(ranks, report=report) if ranks.is_main else ranks, *args)
+    if launch.size > 1:
+        gc.collect()  # CUDA graphs that hold the group: NCCL waits for each of them
+    if launch.size > 1 and not stays:
+        # not after an error: the others would fail in turn, and report it before this rank reports the cause
+        dist.destroy_process_group()
+    return value
 
 
 # ---- processes of this host ----
@@ -143,35 +127,32 @@ def run_processes(
 ) -> Any:
     """Call ``function(place, report, *args)`` in a new process for each place; return the value of the first.
 
-    Raises UserError with the cause if any process fails; by then all are gone.
+    If any fails, UserError says the cause; by then all are gone.
 
     stoppable: SIGTERM and Ctrl-C are passed on to the processes, which save and end.
     """
     context = start_context()
-    streams = [Connection(os.dup(number), readable=False) for number in (1, 2)]
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
-    try:
-        for place in places:
+    with contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(Connection(os.dup(number), readable=False)) for number in (1, 2)]
+        stack.callback(remove_segments, os.getpid())
+        stack.callback(_stop, processes)
+        for rank in places:
             ours, theirs = context.Pipe(duplex=False)
-            pipes.append(ours)
+            pipes.append(stack.enter_context(ours))
             with theirs:  # this end is open in the new process alone: where that ends, we read the end of the pipe
-                inside = (function, args, place, theirs, streams, dict(os.environ))
+                arguments = (function, args, rank, theirs, streams, dict(os.environ))
                 # a daemon: those that a Ctrl-C finds begun end with this process
-                process = context.Process(target=_work, args=inside, daemon=True)
-                processes.append(process)
-                process.start()
-        with passing_on_signals(processes) if stoppable else contextlib.nullcontext():
-            return _watch(processes, pipes, report)
-    finally:
-        _stop(processes)
-        remove_segments(os.getpid())
-        for connection in (*pipes, *streams):
-            connection.close()
+                processes.append(context.Process(target=_work, args=arguments, daemon=True))
+                processes[-1].start()
+        if stoppable:
+            stack.enter_context(passing_on_signals(processes))
+        return _watch(processes, pipes, report)
 
 
 def _watch(processes: Sequence[BaseProcess], pipes: Sequence[Connection], report: Report) -> Any:
-    """Listen until every process is done; return the first one's value. Raises UserError as soon as one fails."""
+    """Listen until every process is done, or one fails; return the first one's value."""
     values: list[Any] = []
     running = list(pipes)
     while running:
@@ -184,8 +165,8 @@ def _watch(processes: Sequence[BaseProcess], pipes: Sequence[Connection], report
                 rank = pipes.index(pipe)
                 processes[rank].join()
                 if processes[rank].exitcode or (rank == 0 and not values):
-                    how = how_it_ended(processes[rank].exitcode)
-                    raise UserError(f"rank {rank} {how}; the whole group was stopped") from None
+                    end = how_it_ended(processes[rank].exitcode)
+                    raise UserError(f"rank {rank} {end}; the whole group was stopped") from None
                 continue
             if kind == "error":
                 raise content
@@ -197,7 +178,6 @@ def _watch(processes: Sequence[BaseProcess], pipes: Sequence[Connection], report
 
 
 def how_it_ended(exitcode: int | None) -> str:
-    """Return words for the end of a process that reported nothing."""
     if exitcode is None or exitcode >= 0:
         return f"ended with exit code {exitcode}"
     name = signal.Signals(-exitcode).name
@@ -217,10 +197,7 @@ def _stop(processes: Sequence[BaseProcess]) -> None:
 
 @contextlib.contextmanager
 def passing_on_signals(processes: Sequence[BaseProcess]) -> Iterator[None]:
-    """Pass SIGTERM and the first Ctrl-C on to the processes, as SIGTERM, while the block waits for them.
-
-    A second signal kills them. Raises UserError where they ended before they could save.
-    """
+    """Pass SIGTERM and the first Ctrl-C on to the processes, as SIGTERM, in the block; a second signal kills them."""
     received: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -245,12 +222,12 @@ def passing_on_signals(processes: Sequence[BaseProcess]) -> Iterator[None]:
 def _work(
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    place: Place,
+    rank: Place,
     pipe: Connection,
     streams: Sequence[Connection],
     environment: Mapping[str, str],
 ) -> None:
-    """Call ``function`` in the new process, and send its value or an error. Ends with the process that started it."""
+    """Call ``function``, and send its value or an error. This process ends with the one that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops the ranks
     end_with_parent()
     # else the pipe would not end with this process, but with the last one that it starts
@@ -261,11 +238,11 @@ def _work(
         os.dup2(connection.fileno(), stream)
         connection.close()
     os.environ.clear()
-    os.environ.update({**environment, **started_rank_variables(place, environment)})
+    os.environ.update({**environment, **started_rank_variables(rank, environment)})
     faulthandler.enable()  # where native code dies, stderr says what Python was doing
     try:
-        value = function(place, lambda value: pipe.send(("report", value)) if place.rank == 0 else None, *args)
-        if place.rank == 0:
+        value = function(rank, (lambda value: pipe.send(("report", value))) if rank.rank == 0 else ignore, *args)
+        if rank.rank == 0:
             pipe.send(("value", value))
     except BaseException as error:
         if os.environ.get(DEBUG):
@@ -273,7 +250,7 @@ def _work(
         if is_lost_rank(error):
             time.sleep(CAUSE_SECONDS)
         if not isinstance(error, LadderizeError | BrokenPipeError):  # the latter: whoever read our stdout went away
-            error = UserError(f"rank {place.rank} failed: {unplanned(error)}")
+            error = UserError(f"rank {rank.rank} failed: {unplanned(error)}")
         with contextlib.suppress(OSError):
             pipe.send(("error", error))
         # without leaving through the group's destructors: the others may be gone
@@ -282,10 +259,11 @@ def _work(
 
 def end_with_parent() -> None:
     """Make this process end when the one that started it ends, however that happens."""
-    if (parent := multiprocessing.parent_process()) is not None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
 
-        def watch() -> None:
-            wait([parent.sentinel])
-            os._exit(1)
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
 
-        threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()

@@ -121,8 +121,7 @@ class HeadNorms:
 
 @functools.cache
 def _packable() -> tuple[torch.dtype, ...]:
-    """Return the dtypes that oneDNN multiplies natively here: emulated, its packed products are slower than plain
-    ones."""
+    """Return the dtypes that oneDNN multiplies natively here; emulated, packed products are slower than plain ones."""
     mkldnn = torch.ops.mkldnn
     names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
     if not torch.backends.mkldnn.is_available() or not all(hasattr(mkldnn, name) for name in names):
@@ -132,8 +131,7 @@ def _packable() -> tuple[torch.dtype, ...]:
 
 @dataclass
 class AttentionWeights:
-    """One rank's part of a layer's attention. ``qkv`` and ``o`` have one entry for each virtual rank that is computed
-    apart.
+    """One rank's part of a layer's attention; projections have an entry for each virtual rank computed apart.
 
     bias: of o_proj.
     head_norms: for the heads of one entry of ``qkv``.
@@ -148,11 +146,7 @@ class AttentionWeights:
 
 @dataclass
 class MlpWeights:
-    """One rank's part of a layer's MLP. ``gate_up`` and ``down`` have one entry for each virtual rank that is computed
-    apart.
-
-    bias: of down_proj.
-    """
+    """One rank's part of a layer's MLP, like ``AttentionWeights``; the bias is down_proj's."""
 
     norm: RMSNorm
     gate_up: list[Linear]
@@ -162,11 +156,7 @@ class MlpWeights:
 
 @dataclass
 class Weights:
-    """One rank's part of a Llama.
-
-    embed: [own_vocab, hidden].
-    head: [own_vocab, hidden] as a Linear.
-    """
+    """One rank's part of a Llama; embedding and head are [own_vocab, hidden]."""
 
     embed: Tensor
     layers: list[tuple[AttentionWeights, MlpWeights]]

@@ -10,15 +10,7 @@ from torch import Tensor
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import read_tensor
 from ladderize.layout import Layout
-from ladderize.runtime.layers import (
-    AttentionWeights,
-    HeadNorms,
-    JoinedLinears,
-    Linear,
-    MlpWeights,
-    RMSNorm,
-    Weights,
-)
+from ladderize.runtime.layers import AttentionWeights, HeadNorms, JoinedLinears, Linear, MlpWeights, RMSNorm, Weights
 from ladderize.runtime.shards import Shape, Slice, VirtualRanks, rank_shape, virtual_ranks
 
 Read = Callable[[Slice], Tensor]
@@ -30,18 +22,18 @@ class CheckpointSource:
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
 
-    def read(self, part: Slice) -> Tensor:
-        info = self.checkpoint.tensors[part.name]
+    def read(self, piece: Slice) -> Tensor:
+        info = self.checkpoint.tensors[piece.name]
         loaded = read_tensor(
             self.checkpoint.folder,
             info,
-            dim=part.dim,
-            start=part.start,
-            stop=part.stop,
+            dim=piece.dim,
+            start=piece.start,
+            stop=piece.stop,
             dtype=self.dtype,
             device=self.device,
         )
-        return _padded(loaded, part.rows)
+        return _padded(loaded, piece.rows)
 
 
 class RandomSource:
@@ -53,17 +45,18 @@ class RandomSource:
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
         self.shapes, self.dtype, self.device = shapes, dtype, device
 
-    def read(self, part: Slice) -> Tensor:
-        shape = list(self.shapes[part.name])
-        if part.dim is not None:
-            shape[part.dim] = part.stop - part.start
+    def read(self, piece: Slice) -> Tensor:
+        shape = list(self.shapes[piece.name])
+        if piece.dim is not None:
+            shape[piece.dim] = piece.stop - piece.start
         if len(shape) == 1:
-            tensor = torch.full(shape, 0.0 if part.name.endswith("bias") else 1.0, dtype=self.dtype, device=self.device)
+            value = 0.0 if piece.name.endswith("bias") else 1.0
+            tensor = torch.full(shape, value, dtype=self.dtype, device=self.device)
         else:
-            generator = torch.Generator(self.device).manual_seed(zlib.crc32(part.name.encode()))
+            generator = torch.Generator(self.device).manual_seed(zlib.crc32(piece.name.encode()))
             tensor = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
-            tensor.mul_(self.shapes[part.name][1] ** -0.5)
-        return _padded(tensor, part.rows)
+            tensor.mul_(self.shapes[piece.name][1] ** -0.5)
+        return _padded(tensor, piece.rows)
 
 
 def load_weights(
@@ -77,7 +70,6 @@ def load_weights(
     """Return one rank's weights for ``layout``.
 
     pack: store weights as inference multiplies them fastest; see Linear and JoinedLinears.
-    advance: called with 1 after each layer.
     """
 
     def read(name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
@@ -96,27 +88,26 @@ def load_weights(
 def _layer(
     read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: VirtualRanks, pack: bool
 ) -> tuple[AttentionWeights, MlpWeights]:
-    own, dim = shape.decoder, shape.head_dim
+    decoder, dim = shape.decoder, shape.head_dim
 
     def rows(name: str, bounds: tuple[int, int], biased: bool, *, paired: bool = False) -> list[Tensor]:
         """Return rows of a projection's weight, and of its bias if it has one."""
-        found = [read(f"{prefix}{name}.{kind}", 0, *bounds) for kind in ("weight", "bias")[: 1 + biased]]
-        return [pair_rope_rows(one, dim) for one in found] if paired else found
+        tensors = [read(f"{prefix}{name}.{kind}", 0, *bounds) for kind in ("weight", "bias")[: 1 + biased]]
+        return [pair_rope_rows(tensor, dim) for tensor in tensors] if paired else tensors
 
-    def fused(*parts: list[Tensor]) -> Linear:
-        return Linear(*map(torch.cat, zip(*parts, strict=True)), pack=pack)
+    def fused(*projections: list[Tensor]) -> Linear:
+        return Linear(*map(torch.cat, zip(*projections, strict=True)), pack=pack)
 
     def sent(name: str, bounds: tuple[int, int]) -> Linear:
         return Linear(read(f"{prefix}{name}.weight", 1, *bounds), pack=pack)
 
     def of_ranks(count: int, make: Callable[[Shape], Linear]) -> list[Linear]:
-        """Return the linear layers of the virtual ranks that this process computes apart, on a GPU joined: small
-        kernels mostly wait."""
+        """Return the layers of the virtual ranks computed apart, on a GPU joined: small kernels mostly wait."""
         made = [make(rank_shape(shape, count, k)) for k in range(count)]
         return JoinedLinears(made) if pack and count > 1 and made[0].weight.device.type != "cpu" else made
 
     head_norms = None
-    if own.head_norms:
+    if decoder.head_norms:
         query, key = (pair_rope_rows(read(f"{prefix}self_attn.{name}_norm.weight"), dim) for name in ("q", "k"))
         first = rank_shape(shape, virtual.qkv)
         head_norms = HeadNorms(query, key, first.own_heads, first.own_kv_heads, shape.eps)
@@ -125,30 +116,31 @@ def _layer(
         qkv=of_ranks(
             virtual.qkv,
             lambda rank: fused(
-                rows("self_attn.q_proj", rank.query_rows(), own.qkv_bias, paired=True),
-                rows("self_attn.k_proj", rank.kv_rows(), own.qkv_bias, paired=True),
-                rows("self_attn.v_proj", rank.kv_rows(), own.qkv_bias),
+                rows("self_attn.q_proj", rank.query_rows(), decoder.qkv_bias, paired=True),
+                rows("self_attn.k_proj", rank.kv_rows(), decoder.qkv_bias, paired=True),
+                rows("self_attn.v_proj", rank.kv_rows(), decoder.qkv_bias),
             ),
         ),
         o=of_ranks(virtual.o, lambda rank: sent("self_attn.o_proj", rank.query_rows())),
-        bias=read(f"{prefix}self_attn.o_proj.bias") if own.o_bias else None,
+        bias=read(f"{prefix}self_attn.o_proj.bias") if decoder.o_bias else None,
         head_norms=head_norms,
     )
     mlp = MlpWeights(
         norm=RMSNorm(read(f"{prefix}post_attention_layernorm.weight"), shape.eps),
         gate_up=of_ranks(
             virtual.gate_up,
-            lambda rank: fused(*(rows(f"mlp.{name}_proj", rank.inner_rows(), own.mlp_bias) for name in ("gate", "up"))),
+            lambda rank: fused(
+                *(rows(f"mlp.{name}_proj", rank.inner_rows(), decoder.mlp_bias) for name in ("gate", "up"))
+            ),
         ),
         down=of_ranks(virtual.down, lambda rank: sent("mlp.down_proj", rank.inner_rows())),
-        bias=read(f"{prefix}mlp.down_proj.bias") if own.mlp_bias else None,
+        bias=read(f"{prefix}mlp.down_proj.bias") if decoder.mlp_bias else None,
     )
     return attention, mlp
 
 
 def pair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder each head's rows so that the two that rope turns together are neighbours, as a complex product needs
-    them.
+    """Reorder each head's rows so that the two that rope turns together are neighbours, as a complex product needs.
 
     Done to q and k alike, this changes no attention score.
     """

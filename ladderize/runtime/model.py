@@ -62,9 +62,9 @@ class TPLlama:
         """
         if self.windows:
             step = step.with_windows(self.windows, ids.shape[1])
-        parts = split_parts(ids, step, cache, schedule)
+        chunks = split_parts(ids, step, cache, schedule)
         kind = cache.keys.dtype
-        walks = [self.walk(part.ids, with_additive_masks(part.step, kind), part.cache) for part in parts]
+        walks = [self.walk(chunk.ids, with_additive_masks(chunk.step, kind), chunk.cache) for chunk in chunks]
         return join_parts(run_walks(walks), ids.shape[0])
 
     def walk(self, ids: Tensor, step: Step, cache: KVCache) -> Generator[None, None, Tensor]:
@@ -82,9 +82,9 @@ class TPLlama:
         residual, x = self.arrived(sent)
         sent = None
         apart: list[Tensor] | None = None  # what each virtual rank reads beside x: its partial of the sub-module before
-        for place, mode in enumerate(self.modes):
+        for number, mode in enumerate(self.modes):
             weights = taken.pop(0)
-            partials = self.partials(place, weights, x, apart, step, cache)
+            partials = self.partials(number, weights, x, apart, step, cache)
             if sent is not None:  # waited for behind the compute: that is the overlap
                 residual, x = self.arrived(sent)
                 sent = None
@@ -97,7 +97,7 @@ class TPLlama:
                 sent = self.send_apart(residual, apart)
             else:
                 sent = PendingSum(self.collectives, residual, bias, partials.pop())
-            taken = self.upcoming(place + 1)
+            taken = self.upcoming(number + 1)
             yield
             if mode not in HIDING:
                 residual, x = self.arrived(sent)
@@ -119,17 +119,17 @@ class TPLlama:
         scale = self.shape.decoder.residual_scale
         return added if added is None or scale == 1 else added * scale
 
-    def upcoming(self, place: int) -> list[Any]:
-        """Return the weights of the sub-modules from ``place`` on up to the next sum; behind the last take the
+    def upcoming(self, number: int) -> list[Any]:
+        """Return the weights of the sub-modules from ``number`` on up to the next sum; behind the last take the
         head's."""
-        index, is_mlp = divmod(place, 2)
-        if place == len(self.modes):
+        index, is_mlp = divmod(number, 2)
+        if number == len(self.modes):
             self.head = self.weights.take_head()  # like a sub-module's: before the last sum is waited for
             return []
         if is_mlp:
             return [self.weights.mlp(index)]
         attention = self.weights.attention(index)
-        return [attention, self.weights.mlp(index)] if self.modes[place] == DROPPED else [attention]
+        return [attention, self.weights.mlp(index)] if self.modes[number] == DROPPED else [attention]
 
     def add_bias(self, residual: Stream, x: Stream, bias: Tensor | None) -> tuple[Stream, Stream]:
         """Return the stream and x with the bias of a dropped sum. All ranks add it to the stream alike, so its gradient
@@ -159,29 +159,29 @@ class TPLlama:
         return PendingSum(collectives, residual, None, total)
 
     def partials(
-        self, place: int, weights: Any, x: Stream, apart: list[Tensor] | None, step: Step, cache: KVCache
+        self, number: int, weights: Any, x: Stream, apart: list[Tensor] | None, step: Step, cache: KVCache
     ) -> list[Tensor]:
-        """Return this rank's part of the sum of the sub-module at ``place``, without the bias of its last projection.
+        """Return this rank's part of the sum of sub-module ``number``, without the bias of its last projection.
 
         Where it is read before it is summed, it comes for each virtual rank. After a dropped attention its partials are
         added to the MLP's: they are the P of SPD section 4.1: X' = X + AR(Z + P).
 
         apart: what virtual rank k of this process reads beside x; None: nothing.
         """
-        operations, (index, is_mlp) = self.operations, divmod(place, 2)
+        operations, (index, is_mlp) = self.operations, divmod(number, 2)
         carry = None
         if is_mlp:
             inner, linears = operations.mlp(weights, x, apart), weights.down
-            if self.modes[place - 1] == DROPPED and self.carries:
+            if self.modes[number - 1] == DROPPED and self.carries:
                 carry = apart
         else:
             linears = weights.o
             if apart is None:
-                own = cache.kv_heads(0, self.shape.own_kv_heads) if self.more_cached else cache
-                inner = operations.attention(weights, x, step, own, index, self.shape, 0)
+                views = cache.kv_heads(0, self.shape.own_kv_heads) if self.more_cached else cache
+                inner = operations.attention(weights, x, step, views, index, self.shape, 0)
             else:
                 inner = operations.attention_apart(weights, x, apart, step, cache, index, self.rank_shapes)
-        if self.modes[place] in APART:
+        if self.modes[number] in APART:
             products = [*map(self.scaled, operations.products_apart(linears, inner))]
             return products if carry is None else [*map(torch.add, products, carry)]
         product = self.scaled(linears[0](inner))
@@ -194,18 +194,18 @@ class TPLlama:
         if self.shape.replicate_vocab:
             rows = self.weights.rows(ids)
             return PendingSum(Collectives(), None, None, rows if scale == 1 else rows * scale)
-        own = ids - self.shape.vocab_start
-        inside = (own >= 0) & (own < self.shape.own_vocab)
-        rows = self.weights.rows(own.clamp(0, self.shape.own_vocab - 1))
+        rows_here = ids - self.shape.vocab_start
+        inside = (rows_here >= 0) & (rows_here < self.shape.own_vocab)
+        rows = self.weights.rows(rows_here.clamp(0, self.shape.own_vocab - 1))
         rows = rows if scale == 1 else rows * scale
         return PendingSum(self.collectives, None, None, rows * inside.unsqueeze(-1))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab] of hidden states [..., hidden], equal on all ranks."""
-        own = self.head(hidden)
+        logits = self.head(hidden)
         if self.shape.replicate_vocab:
-            return own
-        return self.collectives.all_gather(own)[..., : self.shape.vocab]
+            return logits
+        return self.collectives.all_gather(logits)[..., : self.shape.vocab]
 
 
 def sum_of(partials: list[Tensor]) -> Tensor:

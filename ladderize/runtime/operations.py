@@ -41,8 +41,7 @@ class Operations:
         shape: Shape,
         virtual: int = 0,
     ) -> Tensor:
-        """Return o_proj's input in layer ``index``, [batch, tokens, own heads * head_dim]. Keys and values go into the
-        cache.
+        """Return o_proj's input in layer ``index``, [batch, tokens, own heads * head_dim]; keys and values are cached.
 
         x: the residual stream [batch, tokens, hidden].
         shape, virtual: of the virtual rank that is computed, and its number among ``weights.qkv``.
@@ -55,7 +54,7 @@ class Operations:
         if decoder.rope[index]:
             query_key = rotate(query_key, step.rope_factors)
         query, key = query_key.split((heads, kv_heads), 2)
-        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        query, key, value = (projected.transpose(1, 2) for projected in (query, key, value))
         cache.write(index, step.columns, key, value)
         if step.length:
             key, value = cache.read(index, step.length)
@@ -76,30 +75,30 @@ class Operations:
     ) -> Tensor:
         """Return ``attention`` of the virtual ranks side by side. Rank k, of shape shapes[k], reads x + apart[k]."""
         outputs = []
-        for number, (shape, own) in enumerate(zip(shapes, apart, strict=True)):
+        for number, (shape, partial) in enumerate(zip(shapes, apart, strict=True)):
             first, count = number * shape.own_kv_heads, shape.own_kv_heads
             kept = cache if len(apart) == 1 else cache.kv_heads(first, first + count)
-            outputs.append(self.attention(weights, whole(x) + own, step, kept, index, shape, number))
+            outputs.append(self.attention(weights, whole(x) + partial, step, kept, index, shape, number))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def products_apart(self, linears: list[Linear], x: Tensor) -> Sequence[Tensor]:
         """Return the product of each virtual rank with its own part of x [..., the ranks' inputs side by side]."""
-        return [linear(part) for linear, part in zip(linears, x.chunk(len(linears), -1), strict=True)]
+        return [linear(inputs) for linear, inputs in zip(linears, x.chunk(len(linears), -1), strict=True)]
 
     @staticmethod
     def mlp(weights: MlpWeights, x: Stream, apart: list[Tensor] | None) -> Tensor:
-        """Return down_proj's input, [batch, tokens, own inner], of the virtual ranks side by side. Rank k reads x +
-        apart[k]."""
+        """Return down_proj's input, [batch, tokens, own inner], of the virtual ranks side by side, as they read."""
         x = whole(x)
         if apart is None:
             return gated(weights.gate_up[0](weights.norm(x)))
-        inner = [gated(gate_up(weights.norm(x + own))) for gate_up, own in zip(weights.gate_up, apart, strict=True)]
+        inner = [
+            gated(gate_up(weights.norm(x + partial))) for gate_up, partial in zip(weights.gate_up, apart, strict=True)
+        ]
         return inner[0] if len(inner) == 1 else torch.cat(inner, -1)
 
 
 def rotate(x: Tensor, rope_factors: Tensor) -> Tensor:
-    """Apply rope: multiply neighbouring pairs of x [batch, tokens, heads, head_dim], as complex numbers, by
-    ``rope_factors`` (RoFormer, arXiv 2104.09864)."""
+    """Apply rope: multiply neighbouring pairs of x, as complex numbers, by factors (RoFormer, arXiv 2104.09864)."""
     pairs = x.unflatten(-1, (-1, 2))
     return torch.view_as_real(torch.view_as_complex(pairs) * rope_factors).flatten(-2)
 

@@ -10,19 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ladderize.checkpoint.config import head_dim, is_tied, kv_head_count
 from ladderize.errors import UserError
 from ladderize.families.base import Decoder
 from ladderize.families.registry import complete_config, known_family
 from ladderize.files.documents import read_json
-from ladderize.layout import APART, CONFIG_KEYS, DELAYED, Layout, LayoutError, check_split, runnable_sizes
+from ladderize.layout import APART, CONFIG_KEYS, Layout, LayoutError, check_split, runnable_sizes
 
 ACTIVATIONS = ("silu", "swish")
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A slice of a checkpoint's tensor: ``start`` to ``stop`` of dimension ``dim``. dim None: all of it.
+    """Indices ``start`` to ``stop`` of a tensor's dimension ``dim``, or without one all of it.
 
     rows: the length to pad dimension 0 to with zeros, for a vocabulary that the ranks do not divide.
     """
@@ -60,20 +59,21 @@ class Shape:
         cls, config: Mapping[str, Any], *, tp_size: int, rank: int, replicate_vocab: bool = False
     ) -> "Shape":
         check_split(config, tp_size, name="--tp-size")
+        full = complete_config(config)
         return cls(
-            config["vocab_size"],
-            config["hidden_size"],
-            config["intermediate_size"],
-            config["num_hidden_layers"],
-            config["num_attention_heads"],
-            kv_head_count(config),
-            head_dim(config),
-            complete_config(config)["rms_norm_eps"],
-            is_tied(config),
-            tp_size,
-            rank,
-            replicate_vocab or tp_size == 1,
-            known_family(config).describe(config),
+            vocab=full["vocab_size"],
+            hidden=full["hidden_size"],
+            inner=full["intermediate_size"],
+            layers=full["num_hidden_layers"],
+            heads=full["num_attention_heads"],
+            kv_heads=full["num_key_value_heads"],
+            head_dim=full["head_dim"],
+            eps=full["rms_norm_eps"],
+            tied=bool(full["tie_word_embeddings"]),
+            tp_size=tp_size,
+            rank=rank,
+            replicate_vocab=replicate_vocab or tp_size == 1,
+            decoder=known_family(config).describe(config),
         )
 
     @property
@@ -136,11 +136,13 @@ def check_runnable(
     virtual = layout.sync_tp_size
     if virtual is None or virtual % tp_size == 0 or (in_groups and tp_size % virtual == 0):
         return
+    problem, groups = "does not divide", ""
+    if in_groups:
+        problem, groups = "neither divides nor is a multiple of", f", and in groups on multiples of {virtual}"
     sizes = ", ".join(map(str, runnable_sizes(config, layout)))
     raise LayoutError(
-        f"{name} {tp_size} {'neither divides nor is a multiple of' if in_groups else 'does not divide'} the {virtual}"
-        " virtual ranks (sync_tp_size) that this layout's delayed or dropped sync points were made for; this model"
-        f" runs on {sizes}{f', and in groups on multiples of {virtual}' if in_groups else ''}"
+        f"{name} {tp_size} {problem} the {virtual} virtual ranks (sync_tp_size) that this layout's delayed or dropped"
+        f" sync points were made for; this model runs on {sizes}{groups}"
     )
 
 
@@ -155,7 +157,7 @@ def group_size(sync_tp_size: int | None, tp_size: int) -> int:
 
 
 class VirtualRanks(NamedTuple):
-    """The numbers of virtual ranks that one process computes apart in a layer, by weight; 1: all as one."""
+    """The numbers of virtual ranks that one process computes apart in a layer, by weight."""
 
     qkv: int
     o: int
@@ -164,12 +166,11 @@ class VirtualRanks(NamedTuple):
 
 
 def virtual_ranks(layout: Layout, layer: int, tp_size: int) -> VirtualRanks:
-    """Return the virtual ranks of a layer: q, k and v are apart after a delayed MLP, the others around own partials."""
+    """Return the virtual ranks of a layer, whose weights are apart on both sides of a sync point that is."""
     count = hosted_ranks(layout.sync_tp_size, tp_size)
-    reads_apart = layout.entering(layer) == DELAYED
-    keeps_apart = layout.attention_sync[layer] in APART
-    is_delayed = layout.mlp_sync[layer] == DELAYED
-    return VirtualRanks(*(count if apart else 1 for apart in (reads_apart, keeps_apart, keeps_apart, is_delayed)))
+    attention, mlp = layout.attention_sync[layer], layout.mlp_sync[layer]
+    modes = (layout.entering(layer), attention, attention, mlp)
+    return VirtualRanks(*(count if mode in APART else 1 for mode in modes))
 
 
 def rank_shape(shape: Shape, virtual: int, number: int = 0) -> Shape:
@@ -184,11 +185,9 @@ def cached_heads(shape: Shape, layout: Layout) -> int:
 
 
 def weight_bytes(shape: Shape, width: int, *, packed: bool, projections: int | None = None) -> int:
-    """Return the bytes of one rank's weights.
+    """Return the bytes of one rank's weights, each of ``width`` bytes, or of ``projections`` bytes in a projection.
 
-    width: bytes of a number.
     packed: the LM head is a copy even of a tied embedding.
-    projections: bytes of a number of a projection's weight, where these are others.
     """
     attention = (2 * shape.own_heads + 2 * shape.own_kv_heads) * shape.head_dim * shape.hidden
     layer = attention + 3 * shape.own_inner * shape.hidden
@@ -198,15 +197,11 @@ def weight_bytes(shape: Shape, width: int, *, packed: bool, projections: int | N
 
 
 def cache_bytes(shape: Shape, layout: Layout, batch: int, columns: int, width: int) -> int:
-    """Return the bytes of one rank's keys and values of ``batch`` texts of ``columns`` tokens.
-
-    width: bytes of a number.
-    """
+    """Return the bytes of one rank's keys and values of ``batch`` texts of ``columns`` tokens."""
     return 2 * shape.layers * batch * cached_heads(shape, layout) * columns * shape.head_dim * width
 
 
 # ---- sizes without weights ----
-
 SHAPES = Path(__file__).parent / "shapes.json"
 
 
@@ -218,9 +213,8 @@ def known_shapes() -> dict[str, dict[str, Any]]:
 
 def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of the family's own dense model of the same sizes."""
-    return {key: value for key, value in config.items() if key not in CONFIG_KEYS} | {
-        "model_type": known_family(config).model_type
-    }
+    kept = {key: value for key, value in config.items() if key not in CONFIG_KEYS}
+    return {**kept, "model_type": known_family(config).model_type}
 
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -231,16 +225,12 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def read_shape(name: str, option: str = "--random-weights") -> dict[str, Any]:
-    """Return the config of a bundled size by its name, of a config.json, or of its folder. Raises UserError for others.
-
-    option: the option that named it.
-    """
+    """Return the config of a bundled size by its name, of a config.json, or of its folder, as ``option`` names it."""
     shapes = known_shapes()
     if name in shapes:
         return shapes[name]
     path = Path(name).expanduser()
-    if path.is_dir():
-        path = path / "config.json"
+    path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise UserError(f"{option} {name} is neither one of {', '.join(shapes)} nor a config.json or its folder")
     return read_json(path)

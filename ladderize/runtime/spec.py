@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from ladderize.checkpoint.config import check_config, check_tensors, expected_tensors, most_positions, stored_dtype
-from ladderize.checkpoint.opening import read_checkpoint, read_config
-from ladderize.checkpoint.reading import fetch_weights, resolve_json
+from ladderize.checkpoint.config import check_config, expected_tensors, most_positions, stored_dtype
+from ladderize.checkpoint.opening import find_source, read_checkpoint
 from ladderize.errors import UserError
 from ladderize.families.registry import known_family
 from ladderize.files.documents import read_json
@@ -32,11 +31,7 @@ RUN_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model to run.
-
-    folder: of a checkpoint; None: random weights of this config.
-    dtype: to compute in.
-    """
+    """One model to run, computed in ``dtype``; without a folder it has random weights."""
 
     name: str
     folder: Path | None
@@ -76,16 +71,12 @@ class ModelSpec:
 def checkpoint_spec(
     model: str, *, tp_size: int, dtype: str = "auto", revision: str | None = None, option: str = "--tp-size"
 ) -> ModelSpec:
-    """Return a checkpoint's specification after all checks that need no weights. Raises UserError or LayoutError."""
-    folder, is_local = resolve_json(model, revision)
-    config = read_config(folder)
-    layout = _check(model, config, tp_size, option)
-    if not is_local:
-        folder = fetch_weights(model, revision)
-    checkpoint = read_checkpoint(folder)
-    check_tensors(checkpoint)
+    """Return a checkpoint's specification after all checks that need no weights."""
+    source = find_source(model, revision)
+    layout = _check(model, source.config, tp_size, option)  # before anything is downloaded
+    checkpoint = source.open()
     dtype = stored_dtype(checkpoint) if dtype == "auto" else dtype
-    return ModelSpec(model, folder, checkpoint.config, layout, _dtype(dtype))
+    return ModelSpec(model, checkpoint.folder, checkpoint.config, layout, _dtype(dtype))
 
 
 def shape_spec(
@@ -113,13 +104,14 @@ def _dtype(dtype: str) -> str:
 
 
 def eos_ids(spec: ModelSpec) -> tuple[int, ...]:
-    """Return every token that ends a text: of generation_config.json, else of config.json. Raises UserError for what is
-    no id."""
+    """Return every token that ends a text: of generation_config.json, else of config.json."""
     value = spec.config.get("eos_token_id")
-    path = spec.folder / "generation_config.json" if spec.folder is not None else None
-    if path is not None and path.exists():
+    path = (spec.folder or Path()) / "generation_config.json"
+    if spec.folder is not None and path.exists():
         value = read_json(path, advice="repair or delete it").get("eos_token_id", value)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
     if not all(type(i) is int for i in ids):
         raise UserError(f"eos_token_id is {value!r}, neither a token id nor a list of them")
     return tuple(ids)
@@ -144,10 +136,7 @@ class WeightCache:
 
 
 def choose_operations(group: Ranks, dtype: torch.dtype) -> Operations:
-    """Return the operations of a rank: by our own kernels where all ranks have them, else by PyTorch, with a note.
-
-    All ranks call it.
-    """
+    """Return a rank's operations: by our own kernels where all ranks, which call this, have them, else by PyTorch."""
     if group.device.type == "cuda":
         problem = next(filter(None, group.gather(why_no_triton())), None)
         if problem is not None:
@@ -179,10 +168,9 @@ def open_generator(
     caches: one that fits is used again.
     """
     avoid_cudnn_attention()
-    shape, own = weights.get(spec, collectives.ranks, group.rank, advance)
-    operations = choose_operations(group, spec.torch_dtype)
-    model = model_class(shape, spec.layout, own, collectives, operations)
-    kv_heads = cached_heads(shape, spec.layout)
-    size = shape, batch, columns, spec.torch_dtype, group.device, kv_heads
-    cache = KVCache.allocate(*size, again=caches, processes=group.local_size)
-    return Generator(model, rope_table(spec.config, columns, group.device), cache, graphs=group.device.type == "cuda")
+    dtype, device = spec.torch_dtype, group.device
+    shape, loaded = weights.get(spec, collectives.ranks, group.rank, advance)
+    model = model_class(shape, spec.layout, loaded, collectives, choose_operations(group, dtype))
+    kv_heads, processes = cached_heads(shape, spec.layout), group.local_size
+    cache = KVCache.allocate(shape, batch, columns, dtype, device, kv_heads, again=caches, processes=processes)
+    return Generator(model, rope_table(spec.config, columns, device), cache, graphs=device.type == "cuda")

@@ -1,6 +1,6 @@
 """The positions of a forward pass's tokens, and the parts that a schedule cuts a pass into."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -32,13 +32,10 @@ class Step:
 
     def with_windows(self, windows: Iterable[int], tokens: int) -> "Step":
         """Return this step with a mask for each of ``windows`` that hides something: a token sees itself and window - 1
-        before it.
-
-        tokens: of this pass, in each row.
-        """
+        before it. This pass has ``tokens`` in each row."""
         view, device = self.length or tokens, self.rope_factors.device
-        own = [window for window in windows if window < view]
-        if not own:
+        limiting = [window for window in windows if window < view]
+        if not limiting:
             return self
         columns = self.columns
         if isinstance(columns, int):
@@ -47,7 +44,7 @@ class Step:
         seen = self.mask
         if seen is None and self.causal:
             seen = distance >= 0
-        near = {window: distance < window for window in own}
+        near = {window: distance < window for window in limiting}
         return replace(self, near=near if seen is None else {window: mask & seen for window, mask in near.items()})
 
     def seen(self, window: int | None) -> tuple[Tensor | None, bool]:
@@ -66,18 +63,15 @@ class Part:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a bool mask as numbers that are added to scores.
+    """Return a bool mask as numbers, in the dtype of keys, that are added to scores.
 
     PyTorch's attention would make them anew in every layer, and keep each for a backward pass.
-
-    dtype: of keys.
     """
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def with_additive_masks(step: Step, dtype: torch.dtype) -> Step:
-    """Return ``step`` with additive masks. In inference on a CPU it stays as it is: our own attention reads bool
-    masks."""
+    """Return ``step`` with additive masks, but for inference on a CPU, where our own attention reads bool masks."""
     if step.rope_factors.device.type == "cpu" and not torch.is_grad_enabled():
         return step
     near = {window: additive(mask, dtype) for window, mask in step.near.items()}
@@ -102,12 +96,11 @@ def split_parts(ids: Tensor, step: Step, cache: KVCache, schedule: Schedule) -> 
     return [Part(ids[:, a:b], _tokens(step, a, b, tokens), cache) for a, b in _bounds(tokens, count)]
 
 
-def join_parts(results: Sequence[Tensor], rows: int) -> Tensor:
-    """Join the results of the parts' walks, [rows, tokens, hidden] each.
-
-    rows: of the whole batch.
-    """
-    return results[0] if len(results) == 1 else torch.cat(list(results), 0 if rows > 1 else 1)
+def join_parts(results: list[Tensor], rows: int) -> Tensor:
+    """Join the results of the parts' walks, [rows, tokens, hidden] each, to those of all ``rows`` of the batch."""
+    if len(results) == 1:
+        return results[0]
+    return torch.cat(results, 0 if rows > 1 else 1)
 
 
 def _bounds(size: int, count: int) -> list[tuple[int, int]]:
@@ -117,12 +110,12 @@ def _bounds(size: int, count: int) -> list[tuple[int, int]]:
 
 
 def _rows(step: Step, begin: int, end: int, rows: int) -> Step:
-    def own(tensor: Tensor) -> Tensor:
+    def cut(tensor: Tensor) -> Tensor:
         return tensor[begin:end] if tensor.shape[0] == rows else tensor
 
-    mask = None if step.mask is None else own(step.mask)
-    near = {window: own(of_window) for window, of_window in step.near.items()}
-    return replace(step, rope_factors=own(step.rope_factors), mask=mask, near=near)
+    mask = None if step.mask is None else cut(step.mask)
+    near = {window: cut(mask) for window, mask in step.near.items()}
+    return replace(step, rope_factors=cut(step.rope_factors), mask=mask, near=near)
 
 
 def _tokens(step: Step, begin: int, end: int, tokens: int) -> Step:

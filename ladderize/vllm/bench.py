@@ -3,7 +3,6 @@
 import os
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
@@ -11,11 +10,10 @@ from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.device import default_device
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import BenchDocument
-from ladderize.runtime.bench.options import PLUGIN, BenchOptions, ModelChoice, check_bench_usage
-from ladderize.runtime.bench.plan import check_positions, chosen_models
+from ladderize.runtime.bench.options import BenchOptions
+from ladderize.runtime.bench.plan import chosen_models
 from ladderize.runtime.bench.report import run_and_show
 from ladderize.runtime.collectives.shm import remove_segments
-from ladderize.runtime.launch import check_group_size
 from ladderize.runtime.shards import check_runnable
 from ladderize.vllm.environment import MessageBackend, check_vllm, configuration_refusal, is_newer, not_known
 from ladderize.vllm.served import VllmPlan, served_models
@@ -25,17 +23,12 @@ from ladderize.vllm.touched import newer_problem
 VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
-def bench_vllm(
-    choice: ModelChoice, options: BenchOptions, *, out: Path | None = None, console: Console = SILENT
-) -> BenchDocument:
-    """Time the chosen models in vLLM against each other, and return the result; a console that speaks shows it.
+def bench_vllm(options: BenchOptions, *, console: Console = SILENT) -> BenchDocument:
+    """Time the models in vLLM against each other, and return the result; a console that speaks shows it.
 
     A dense model runs in vLLM's own class, unless messages are emulated; others in ladderize's. Raises UsageError or
     UserError for what cannot be measured.
-
-    out: a JSON file, written after each batch size.
     """
-    check_bench_usage(choice, options, None, baselines=(PLUGIN,))
     check_vllm()
     if is_newer():
         console.warn(f"{not_known()}: it was not tried")
@@ -43,20 +36,17 @@ def bench_vllm(
         emulated = MessageBackend.from_environment(os.environ).link is not None
     except ValueError as error:
         raise UserError(str(error)) from None
-    options = replace(options, device=default_device())
-    check_group_size(options.tp_size, options.device)
-    specs = chosen_models(choice, options)
+    options = replace(options, engine="vllm")
+    device = default_device()
+    specs = chosen_models(options, device)
     for spec in specs:
-        check_positions(spec, options)
         check_runnable(spec.config, spec.layout, options.tp_size)
         if spec.config["vocab_size"] != specs[0].config["vocab_size"]:
             raise UserError(f"{spec.name} has another vocabulary than {specs[0].name}; compare them apart")
-    if options.profile is not None:
-        options.profile.mkdir(parents=True, exist_ok=True)
     with temporary_folder("vllm") as work:
         plan = VllmPlan(served_models(specs, options, work, emulated=emulated), options, os.getpid())
         try:
-            return run_and_show(measure_vllm, plan, options.device, out, console)
+            return run_and_show(measure_vllm, plan, console)
         finally:  # also where a launcher started the ranks: vLLM's, whose names bench_engine.py gives
             remove_segments(os.getpid())
 
@@ -69,9 +59,9 @@ def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> BenchDocumen
     if problem := newer_problem():
         raise UserError(problem)
     try:
-        from ladderize.vllm.bench_engine import VllmRun
+        from ladderize.vllm.bench_engine import measure_engines
 
-        return VllmRun(ranks, plan, console).measure()
+        return measure_engines(ranks, plan, console)
     except Exception as error:
         if refusal := configuration_refusal(error):
             raise UserError(refusal) from None

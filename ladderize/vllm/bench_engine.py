@@ -4,6 +4,7 @@ A change from one to the next costs nothing, and no idle processes disturb the e
 """
 
 import atexit
+import functools
 import hashlib
 import itertools
 import os
@@ -11,7 +12,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.parallel_state import get_tp_group
@@ -21,17 +21,10 @@ from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.ranks.environment import GLOO_INTERFACE
 from ladderize.ranks.group import Ranks, host_id
-from ladderize.runtime.bench.document import (
-    BASELINE_ROW,
-    MODEL_ROW,
-    PHASES,
-    BenchDocument,
-    environment,
-)
+from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, BenchDocument, environment
 from ladderize.runtime.bench.inference import random_prompts
 from ladderize.runtime.bench.options import BenchOptions
-from ladderize.runtime.bench.rounds import Timed, Variant
-from ladderize.runtime.bench.run import BenchRun
+from ladderize.runtime.bench.rounds import Variant, measure
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.shards import Shape, cache_bytes
 from ladderize.vllm.engine import ends_of
@@ -44,41 +37,39 @@ KV_BLOCK = 128  # tokens: vLLM's blocks on a CPU; those of GPUs are smaller
 NETWORK = "/proc/self/ns/net"  # a link, whose target names the network namespace
 
 
-class VllmRun(BenchRun):
-    """A run of requests to vLLM's engines, which live as long as the process: vLLM ends the group of all when one is
-    deleted."""
+def measure_engines(ranks: Ranks, plan: VllmPlan, console: Console) -> BenchDocument:
+    """Start the engines of all rows and time them. All ranks call it. Raises UserError for a model that vLLM refuses.
 
-    def __init__(self, ranks: Ranks, plan: VllmPlan, console: Console) -> None:
-        """Start the engines of all rows. All ranks call it. Raises UserError for a model that vLLM refuses."""
-        super().__init__(ranks, plan.options, console, MessageBackend.from_environment(os.environ).link)
-        register_plugin()  # also where ladderize runs from a source tree, whose entry points are not installed
-        if ranks.device.type == "cpu":
-            name_segments(ranks, plan.starter)
-        self.engines: list[LLM] = []
-        self.served, self.requests = plan.served, itertools.count()
-        atexit.register(self.engines.clear)
-        for number, served in enumerate(plan.served, start=1):
-            with console.stage(f"starting vLLM, {number} of {len(plan.served)}: {served.name}"):
-                self.engines.append(start_engine(served, plan.options, ranks, len(plan.served)))
-        self.environment = environment(ranks, settings=("VLLM_", "LADDERIZE_"), vllm=installed_version() or "unknown")
-        self.backend = communicator()
+    Engines live as long as the process: vLLM ends the group of all when one is deleted.
+    """
+    options, link = plan.options, MessageBackend.from_environment(os.environ).link
+    register_plugin()  # also where ladderize runs from a source tree, whose entry points are not installed
+    if ranks.device.type == "cpu":
+        name_segments(ranks, plan.starter)
+    engines: list[LLM] = []
+    atexit.register(engines.clear)
+    for number, served in enumerate(plan.served, start=1):
+        with console.stage(f"starting vLLM, {number} of {len(plan.served)}: {served.name}"):
+            engines.append(start_engine(served, options, ranks, len(plan.served)))
+    # vLLM's own class has no messages in flight
+    senders = [messages_of(engine) or SimpleNamespace(collectives=Collectives()) for engine in engines]
+    carriers = {sender.collectives.name for sender in senders if isinstance(sender, Messages)}
+    machine = environment(ranks, settings=("VLLM_", "LADDERIZE_"), vllm=installed_version() or "unknown")
+    document = BenchDocument(False, options, communicator(), machine, link, engine="vllm")
+    document.messages = ", ".join(sorted(carriers)) or None
+    numbers = itertools.count()
 
-    def open_variants(self, batch: int) -> list[Variant]:
-        return [
-            Variant(
-                served.name,
-                served.spec,
-                TimedEngine(served, engine, self.requests, self.options, batch),
-                kind=BASELINE_ROW if served.is_baseline else MODEL_ROW,
-                architecture=served.architecture,
-            )
-            for served, engine in zip(self.served, self.engines, strict=True)
-        ]
+    def open_variants(batch: int) -> list[Variant]:
+        variants = []
+        for served, engine, sender in zip(plan.served, engines, senders, strict=True):
+            vocab = int(served.spec.config["vocab_size"])
+            prompts = random_prompts(vocab, batch, options.prompt_len, options.seed)
+            run = functools.partial(serve_batch, served.name, engine.llm_engine, prompts, numbers)
+            kind = BASELINE_ROW if served.is_baseline else MODEL_ROW
+            variants.append(Variant(served.name, served.spec, sender, run, kind=kind, architecture=served.architecture))
+        return variants
 
-    def document(self, *, complete: bool, **more: Any) -> BenchDocument:
-        carriers = {found.collectives.name for engine in self.engines if (found := messages_of(engine)) is not None}
-        messages = ", ".join(sorted(carriers)) or None
-        return super().document(complete=complete, engine="vllm", messages=messages)
+    return measure(document, open_variants, ranks, console)
 
 
 def start_engine(served: Served, options: BenchOptions, ranks: Ranks, sharing: int) -> LLM:
@@ -116,63 +107,43 @@ def start_engine(served: Served, options: BenchOptions, ranks: Ranks, sharing: i
 def messages_of(engine: LLM) -> Messages | None:
     """Return the messages of an engine's model; None in vLLM's own class."""
     contexts = engine.llm_engine.vllm_config.compilation_config.static_forward_context
-    return next((found for found in contexts.values() if isinstance(found, Messages)), None)
+    return next((layer for layer in contexts.values() if isinstance(layer, Messages)), None)
 
 
-class TimedEngine(Timed):
-    """A batch of requests: until each has its first token, and to their ends.
+def serve_batch(name: str, engine: Any, prompts: list[list[int]], numbers: Iterator[int], steps: int) -> Iterator[None]:
+    """Run a batch of requests until each has its first token, and to their ends, as ``Variant.run`` does.
 
-    requests: gives each request a number of its own.
+    Tokens that vLLM has handed out are computed, and on a GPU it computes the next ones by then: nothing to wait for.
+    Raises UserError if vLLM did not prefill all prompts in one step: the time would not be that of a prefill.
+
+    name: the row's.
+    numbers: gives each request a number of its own.
     """
+    yield
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=steps + 1, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
+    made: dict[str, int] = {}  # tokens of each request
 
-    parts = PHASES
+    def step() -> None:
+        for output in engine.step():
+            made[output.request_id] += len(output.outputs[0].token_ids)
 
-    def __init__(self, served: Served, engine: LLM, requests: Iterator[int], options: BenchOptions, batch: int) -> None:
-        super().__init__(torch.device(options.device))
-        self.name, self.engine, self.requests = served.name, engine.llm_engine, requests
-        # vLLM's own class has no messages in flight
-        self.model = messages_of(engine) or SimpleNamespace(collectives=Collectives())
-        self.decode_steps = options.decode_steps
-        vocab = int(served.spec.config["vocab_size"])
-        self.prompts = random_prompts(vocab, batch, options.prompt_len, options.seed)
-
-    def end_part(self) -> None:
-        """Do nothing: tokens that vLLM has handed out are computed, and on a GPU it computes the next ones by then."""
-
-    def run(self, passes: int | None = None, *, eager: bool = False) -> Iterator[int]:
-        """Run as ``Timed`` says.
-
-        Raises UserError if vLLM did not prefill all prompts in one step: the time would not be that of a prefill.
-        """
-        steps = min(self.decode_steps, passes or self.decode_steps)
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=steps + 1,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+    for prompt in prompts:
+        number = str(next(numbers))
+        engine.add_request(number, TokensPrompt(prompt_token_ids=prompt), sampling)
+        made[number] = 0
+    while not all(made.values()):
+        step()
+    if max(made.values()) > 1:
+        raise UserError(
+            f"{name}: vLLM prefilled {len(made)} prompts in several steps; raise the KV cache's memory"
+            " (VLLM_CPU_KVCACHE_SPACE), or lower --batch-size"
         )
-        made: dict[str, int] = {}  # tokens of each request
-
-        def step() -> None:
-            for output in self.engine.step():
-                made[output.request_id] += len(output.outputs[0].token_ids)
-
-        for prompt in self.prompts:
-            name = str(next(self.requests))
-            self.engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
-            made[name] = 0
-        while not all(made.values()):
-            step()
-        if max(made.values()) > 1:
-            raise UserError(
-                f"{self.name}: vLLM prefilled {len(made)} prompts in several steps; raise the KV cache's memory"
-                " (VLLM_CPU_KVCACHE_SPACE), or lower --batch-size"
-            )
-        yield 1
-        while self.engine.has_unfinished_requests():
-            step()
-        yield steps
+    yield
+    while engine.has_unfinished_requests():
+        step()
+    yield
 
 
 # ---- groups of ranks ----
@@ -183,10 +154,9 @@ def communicator() -> str:
     group = get_tp_group()
     if group.world_size == 1:
         return "none: one rank"
-    found = group.device_communicator
-    module = getattr(found, "dist_module", None)
+    module = getattr(group.device_communicator, "dist_module", None)
     if module is None:
-        return type(found).__name__
+        return type(group.device_communicator).__name__
     if isinstance(module, _CPUSHMDistributed):
         return "vLLM's shared memory"
     interface = os.environ.get(GLOO_INTERFACE)

@@ -10,11 +10,13 @@
 ============================= =======================================================================================
 """
 
+import contextlib
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from ladderize.errors import UserError
 from ladderize.families.base import Family
@@ -40,20 +42,17 @@ def architecture(family: Family) -> str:
 def installed_version() -> str | None:
     """Return the version of vLLM in this environment, or None."""
     for name in DISTRIBUTIONS:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             return version(name)
-        except PackageNotFoundError:
-            continue
     return None
 
 
 def version_problem() -> str | None:
-    """Return the reason why the version of the installed vLLM is refused, in one sentence, or None. Newer ones than
-    ladderize knows are not."""
-    found = installed_version()
-    if found is None:
+    """Return the reason why no vLLM, or one that is too old, is refused; None for any other."""
+    installed = installed_version()
+    if installed is None:
         return f'vLLM is not installed; pip install "{REQUIREMENT}"'
-    return None if _release(found) >= OLDEST else f'{not_known()}; pip install "{REQUIREMENT}"'
+    return None if _release(installed) >= OLDEST else f'{not_known()}; pip install "{REQUIREMENT}"'
 
 
 def is_newer() -> bool:
@@ -68,40 +67,32 @@ def not_known() -> str:
 
 
 def check_vllm() -> None:
-    """Raise UserError unless a vLLM is installed that is not too old."""
-    if problem := version_problem():
+    problem = version_problem()
+    if problem is not None:
         raise UserError(problem)
 
 
 def _release(name: str) -> tuple[int, ...]:
     """Return (major, minor) of a version; more than that of any other, if its name does not begin with numbers."""
-    found = re.match(r"(\d+)\.(\d+)", name)
-    return tuple(map(int, found.groups())) if found else (sys.maxsize,)
-
-
-# ---- variables ----
-
-BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"  # the cores of each rank, on CPUs
+    match = re.match(r"(\d+)\.(\d+)", name)
+    return tuple(map(int, match.groups())) if match else (sys.maxsize,)
 
 
 def configuration_refusal(error: BaseException) -> str | None:
     """Return the messages that pydantic wraps into a report on all of vLLM's options; None for any other error."""
-    errors = getattr(error, "errors", None)
-    if not callable(errors) or not (found := errors()):
-        return None
-    return "; ".join(" ".join(str(each.get("msg", error)).removeprefix("Value error, ").split()) for each in found)
+    entries: Any = getattr(error, "errors", list)()
+    messages = [str(entry.get("msg", error)).removeprefix("Value error, ").split() for entry in entries]
+    return "; ".join(map(" ".join, messages)) or None
 
 
+BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"  # the cores of each rank, on CPUs
 BACKEND_VARIABLE = "LADDERIZE_VLLM_BACKEND"
 NAMES = ("auto", "shm", "gloo")
 
 
 @dataclass(frozen=True)
 class MessageBackend:
-    """The backend of messages that LADDERIZE_VLLM_BACKEND names.
-
-    name: one of ``NAMES``, or ``emulated`` for ``ranks`` ranks over ``link``.
-    """
+    """The backend of messages: one of ``NAMES``, or ``emulated`` for ``ranks`` ranks over ``link``."""
 
     name: str = "auto"
     ranks: int = 1

@@ -1,19 +1,21 @@
-"""The model of ``ladderize eval --backend vllm``: lm-eval's own vLLM model, whose engine has our plugin."""
+"""The model of ``ladderize eval --engine vllm``: lm-eval's own vLLM model, whose engine has our plugin."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import transformers
 
 from ladderize.checkpoint.config import most_positions, parameter_count, stored_dtype
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.errors import UserError
-from ladderize.eval.model import EvalModel
+from ladderize.eval.model import Advance
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.text import WindowScore
+from ladderize.eval.results import EvaluatedModel
+from ladderize.eval.text import KeptPredictions, WindowScore
 from ladderize.families.registry import find_family
 from ladderize.layout import Layout
 from ladderize.modeling import load_tokenizer
@@ -45,7 +47,7 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
     if options.max_length is not None and options.max_length > positions:
         raise UserError(f"--max-length {options.max_length} is more than the {positions} positions of {name}")
     if load_tokenizer(folder) is None:
-        raise UserError(f"{name} has no tokenizer, which lm-eval's vLLM model needs; use --backend hf")
+        raise UserError(f"{name} has no tokenizer, which lm-eval's vLLM model needs; use --engine transformers")
     arguments = {
         "pretrained": str(folder),
         "tensor_parallel_size": options.tp_size,
@@ -68,7 +70,7 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
     return VLLMModel(name, checkpoint, options, engine)
 
 
-class VLLMModel(EvalModel):
+class VLLMModel:
     """A model in vLLM's processes."""
 
     def __init__(self, name: str, checkpoint: Checkpoint, options: EvalOptions, engine: Any) -> None:
@@ -76,31 +78,39 @@ class VLLMModel(EvalModel):
 
         served, config = engine.model.llm_engine.model_config, checkpoint.config
         stored = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
-        self.engine = engine
-        super().__init__(
-            name,
-            config,
-            engine.tokenizer,
-            vocab_size=served.get_vocab_size(),
-            positions=served.max_model_len - 1,
+        layout = Layout.from_config(config)
+        self.engine, self.tokenizer = engine, engine.tokenizer
+        self.vocab_size, self.positions = served.get_vocab_size(), served.max_model_len - 1
+        self.described = EvaluatedModel(
+            model=name,
+            layout=str(layout),
+            **layout.to_config(),
             parameters=parameter_count(config) if find_family(config) is not None else stored,
             dtype=str(served.dtype).removeprefix("torch."),
             device=current_platform.device_type,
+            torch_version=torch.__version__,
+            transformers_version=transformers.__version__,
             backend="vllm",
             tp_size=options.tp_size,
         )
 
-    def score(self, windows: list[np.ndarray], *, advance: Callable[[int], None], **how: Any) -> list[WindowScore]:
+    def score(
+        self,
+        windows: list[np.ndarray],
+        advance: Advance,
+        keep: KeptPredictions | None = None,
+        reference: KeptPredictions | None = None,
+    ) -> list[WindowScore]:
         scores: list[WindowScore] = []
         for first in range(0, len(windows), WINDOWS_AT_ONCE):
-            part = [window.tolist() for window in windows[first : first + WINDOWS_AT_ONCE]]
-            requests = [(None, ids[:1], ids[1:]) for ids in part]
+            batch = [window.tolist() for window in windows[first : first + WINDOWS_AT_ONCE]]
+            requests = [(None, ids[:1], ids[1:]) for ids in batch]
             totals = self.engine._loglikelihood_tokens(requests, disable_tqdm=True)
             scores += [WindowScore(-float(total)) for total, _ in totals]
-            advance(len(part))
+            advance(len(batch))
         return scores
 
-    def harness(self, options: EvalOptions) -> Any:
+    def harness(self) -> Any:
         return self.engine
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ladderize.families.base import Decoder
-from ladderize.layout import APART, BLOCKING, DELAYED, DROPPED, HIDING, Layout
+from ladderize.layout import APART, BLOCKING, DROPPED, HIDING, Layout
 from ladderize.runtime.shards import virtual_ranks
 from ladderize.vllm.messages import Messages, Pending
 
@@ -36,8 +36,8 @@ class KeptWeight(UnquantizedLinearMethod):
 
 def row_parallel(count: int, projection: Any, inputs: Tensor) -> Tensor:
     """Return each virtual rank's product of its part of ``inputs`` [tokens, in], without bias: [count, tokens, out]."""
-    parts = inputs.unflatten(1, (count, -1)).transpose(0, 1)
-    return torch.bmm(parts, projection.weight.unflatten(1, (count, -1)).permute(1, 2, 0))
+    slices = inputs.unflatten(1, (count, -1)).transpose(0, 1)
+    return torch.bmm(slices, projection.weight.unflatten(1, (count, -1)).permute(1, 2, 0))
 
 
 def column_parallel(projection: Any, sizes: Sequence[int], inputs: Tensor) -> list[Tensor]:
@@ -46,17 +46,17 @@ def column_parallel(projection: Any, sizes: Sequence[int], inputs: Tensor) -> li
     sizes: of the projections' outputs on this process.
     inputs: each virtual rank's own, [count, tokens, hidden].
     """
-    count, parts = len(inputs), []
+    count, products = len(inputs), []
     biases = [None] * len(sizes) if projection.bias is None else projection.bias.split(sizes)
     for weight, bias in zip(projection.weight.split(sizes), biases, strict=True):
-        part = torch.bmm(inputs, weight.unflatten(0, (count, -1)).transpose(1, 2))
-        parts.append(part if bias is None else part + bias.view(count, 1, -1))
-    return parts
+        product = torch.bmm(inputs, weight.unflatten(0, (count, -1)).transpose(1, 2))
+        products.append(product if bias is None else product + bias.view(count, 1, -1))
+    return products
 
 
-def beside_each_other(parts: Tensor) -> Tensor:
+def beside_each_other(outputs: Tensor) -> Tensor:
     """Return the virtual ranks' parts [count, tokens, width] as [tokens, count * width]."""
-    return parts.transpose(0, 1).flatten(1)
+    return outputs.transpose(0, 1).flatten(1)
 
 
 class FamilyAttention(LlamaAttention):
@@ -171,20 +171,16 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
 
     def sliced_mlp(self, x: Tensor) -> Tensor:
         """Return the MLP's product with several virtual ranks in this process, and without down_proj's bias if it is
-        delayed: [tokens, hidden], or where the ranks read their parts of it [count, tokens, hidden].
-
-        x: [tokens, hidden], or of each virtual rank.
-        """
+        delayed. x and the product: [tokens, hidden], or where the ranks' are apart [count, tokens, hidden]."""
         mlp, projection = self.mlp, self.mlp.gate_up_proj
         if x.ndim == 3:
             sizes = [projection.weight.shape[0] // 2] * 2
             rows = beside_each_other(mlp.act_fn(torch.cat(column_parallel(projection, sizes, x), -1)))
         else:
             rows = mlp.act_fn(projection(x)[0])
-        # down_proj reads the virtual ranks' parts side by side, so its product is their sum
-        product: Tensor = (
-            mlp.down_proj(rows)[0] if self.virtual.down == 1 else row_parallel(self.virtual.down, mlp.down_proj, rows)
-        )
+        if self.virtual.down > 1:
+            return row_parallel(self.virtual.down, mlp.down_proj, rows)
+        product: Tensor = mlp.down_proj(rows)[0]  # it reads the virtual ranks' parts side by side: their sum
         return product
 
     def sync(
@@ -196,21 +192,18 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
         pending: Pending | None,
         projection: Any,
     ) -> tuple[Tensor | None, Tensor, Pending | None, Tensor | None]:
-        """Run a sync point: wait for the message in flight, then sum ``partial``, send it or keep it. Return (delta,
-        residual, pending, ahead).
-
-        summed: True if ``partial`` is a sum already.
-        projection: o_proj or down_proj.
-        """
-        if mode in APART and (bias := getattr(projection, "base_layer", projection).bias) is not None:
-            residual = residual + self.scaled(bias)  # vLLM's LoRA wraps projections
+        """Run a sync point: wait for the message in flight, then sum ``partial`` (unless it is ``summed``), send it or
+        keep it. Return (delta, residual, pending, ahead)."""
+        bias = getattr(projection, "base_layer", projection).bias  # vLLM's LoRA wraps projections
+        if mode in APART and bias is not None:
+            residual = residual + self.scaled(bias)
         message = None
         if mode in HIDING:
             message = self.messages.prepare(partial if partial.ndim == 2 else partial.sum(0))
         total = None if pending is None else self.messages.wait(pending, partial)
         if message is not None:
             self.messages.start(message, residual)
-            return total, residual, message, partial if mode == DELAYED else None
+            return total, residual, message, partial if mode in APART else None
         if mode == DROPPED:
             return total, residual, None, partial
         delta = partial if summed else self.messages.all_reduce(partial)
@@ -218,8 +211,7 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
 
 
 def read(norm: RMSNorm, delta: Tensor | None, residual: Tensor, ahead: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the normed stream, which a sub-module reads, and the stream, both with ``delta`` added; what is read also
-    with ``ahead``."""
+    """Return what a sub-module reads, the normed stream with ``ahead``, and the stream; both with ``delta`` added."""
     if ahead is None:
         return (norm(residual), residual) if delta is None else norm(delta, residual)
     residual = residual if delta is None else residual + delta

@@ -78,23 +78,18 @@ class Messages:
     def prepare(self, partial: Tensor) -> Pending:
         """Return the message of ``partial`` [tokens, hidden], which nobody may change until it has arrived.
 
-        A wait and a start with nothing between them are one cut in vLLM's graph, so call this before both.
+        Call this before a wait and a start: with nothing between them they are one cut in vLLM's graph.
         """
         return Pending(partial, torch.empty_like(partial) if self.out_of_place else partial)
 
     def start(self, message: Pending, reads: Tensor) -> None:
-        """Start to sum a message over the ranks. The caller keeps it until ``wait``.
-
-        reads: the input of the sub-module that hides the message.
-        """
+        """Start to sum a message, which the caller keeps; a sub-module that reads ``reads`` hides it."""
         if not self.alone:
             total = message.total if self.out_of_place else None
             torch.ops.ladderize.start(message.partial, total, reads, self.name)
 
     def wait(self, message: Pending, made: Tensor) -> Tensor:
-        """Return the sum [tokens, hidden] of a message that was started; wait for it if it has not arrived.
-
-        made: the output of the sub-module that hid the message.
+        """Return the sum [tokens, hidden] of a message, which a sub-module that made ``made`` has hidden.
 
         One rank waits, too. Without an operator here, Inductor (torch 2.13, CPUs) fuses later readers of the partial
         with an earlier norm, ahead of the product that fills it.
@@ -123,34 +118,24 @@ class Messages:
 
 @functools.cache
 def define_operators() -> torch.library.Library:
-    """Define ``start``, ``wait`` and ``wait_in_place`` in ``torch.ops.ladderize``, once in a process; return their
-    library."""
+    """Define the operators in ``torch.ops.ladderize``, once in a process; return their library."""
     library = torch.library.Library("ladderize", "FRAGMENT")
     library.define("start(Tensor partial, Tensor(a!)? total, Tensor(b!) reads, str messages) -> ()")
     library.define("wait(Tensor partial, Tensor(a!) made, str messages) -> Tensor")
     library.define("wait_in_place(Tensor(a!) total, Tensor(b!) made, Tensor? partial, str messages) -> ()")
-    for name, function, shape in (
-        ("start", _start, _nothing),
-        ("wait", _wait, _like_first),
-        ("wait_in_place", _wait_in_place, _nothing),
+    for name, function, traced in (
+        ("start", _start, lambda *arguments: None),
+        ("wait", _wait, lambda partial, *arguments: torch.empty_like(partial)),
+        ("wait_in_place", _wait_in_place, lambda *arguments: None),
     ):
         library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"ladderize::{name}", shape, lib=library)
+        torch.library.register_fake(f"ladderize::{name}", traced, lib=library)
     return library
 
 
-def _nothing(*arguments: Any) -> None:
-    """Stand for an operator that returns nothing."""
-
-
-def _like_first(partial: Tensor, *arguments: Any) -> Tensor:
-    """Return an empty tensor of the sum's shape, for tracing."""
-    return torch.empty_like(partial)
-
-
 def _messages(name: str) -> Messages:
-    found: Messages = get_forward_context().no_compile_layers[name]
-    return found
+    messages: Messages = get_forward_context().no_compile_layers[name]
+    return messages
 
 
 def _start(partial: Tensor, total: Tensor | None, reads: Tensor, messages: str) -> None:
@@ -165,8 +150,8 @@ def _start(partial: Tensor, total: Tensor | None, reads: Tensor, messages: str) 
     if total is not None:
         sender.in_flight.append(collectives.all_reduce_async(partial, total))
         return
-    own = partial.device.type == "cpu" and not collectives.copies
-    sender.in_flight.append(collectives.all_reduce_async(partial.clone() if own else partial))
+    needs_copy = partial.device.type == "cpu" and not collectives.copies
+    sender.in_flight.append(collectives.all_reduce_async(partial.clone() if needs_copy else partial))
 
 
 def _wait(partial: Tensor, made: Tensor, messages: str) -> Tensor:
@@ -182,24 +167,21 @@ def _wait_in_place(total: Tensor, made: Tensor, partial: Tensor | None, messages
 
 
 def _collectives(backend: MessageBackend, vllm_config: VllmConfig) -> tuple[Collectives, str]:
-    """Return the collectives of the messages, and one sentence on the choice. All ranks call it. Raises ValueError for
-    a backend that cannot work."""
+    """Return the collectives of the messages, and one sentence on the choice. All ranks call it."""
     group = get_tp_group()
     device = torch.device(group.device)
     if backend.link is not None:
-        link = f"{backend.ranks} ranks over {backend.link.name}: for timing only"
-        return emulate(backend.ranks, backend.link, device), f"emulated, {link}"
+        emulated = emulate(backend.ranks, backend.link, device)
+        return emulated, f"emulated, {backend.ranks} ranks over {backend.link.name}: for timing only"
     if group.world_size == 1:
         return Collectives(), "none, there is one rank"
     if device.type == "cuda":
         return VllmOnStream(group, device), "vLLM's all-reduces, on a stream of their own"
     ranks = Ranks(group.rank_in_group, group.world_size, device, group=group.cpu_group)
     model = vllm_config.model_config
-    tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    numbers = vllm_config.scheduler_config.max_num_batched_tokens * model.get_hidden_size()
     try:
-        return choose(
-            backend.name, ranks, max_bytes=tokens * model.get_hidden_size() * model.dtype.itemsize, in_flight=1
-        )
+        return choose(backend.name, ranks, max_bytes=numbers * model.dtype.itemsize)
     except UserError as error:
         raise ValueError(f"{BACKEND_VARIABLE}={backend.name}: {error}") from None
 
@@ -227,18 +209,19 @@ class VllmOnStream(OnStream):
         # made for each message: nothing of it outlives the group's own communicators
         communicator = copy.copy(self.group.device_communicator)
         for name, argument in TAKES_OUTPUT.items():
-            if (own := getattr(communicator, name)) is not None:
-                setattr(communicator, name, OutputCommunicator(own, {argument: total}))
-        found = communicator.all_reduce(x)
-        if found is not total:
-            total.copy_(found)
+            inner = getattr(communicator, name)
+            if inner is not None:
+                setattr(communicator, name, OutputCommunicator(inner, {argument: total}))
+        summed = communicator.all_reduce(x)
+        if summed is not total:
+            total.copy_(summed)
 
 
 class OutputCommunicator:
     """One of vLLM's communicators, whose all-reduce is given ``output``: the tensor to write into, by its argument."""
 
-    def __init__(self, own: Any, output: Mapping[str, Tensor]) -> None:
-        self.own, self.output = own, output
+    def __init__(self, inner: Any, output: Mapping[str, Tensor]) -> None:
+        self.own, self.output = inner, output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)

@@ -53,8 +53,8 @@ class LadderizedModel(LlamaModel):
                 if pending is not None:
                     total = self.messages.wait(pending, residual)
                     pending = Pending(total, total, arrived=True)
-                parts = [part for part in (delta, pending and pending.total) if part is not None]
-                streams.append(sum(parts, residual))
+                terms = [term for term in (delta, pending and pending.total) if term is not None]
+                streams.append(sum(terms, residual))
         hidden_states, _ = self.norm(delta, residual)
         return (hidden_states, streams) if streams else hidden_states
 

@@ -19,9 +19,9 @@ def register_plugin() -> None:
 
     problem = version_problem() or newer_problem()
     for family in SUPPORTED:
-        own = ladderized_class(family, "Config")
-        known = own if problem is None else _refusing(own, problem)
-        AutoConfig.register(family.ladderized_type, known, exist_ok=True)
+        config = ladderized_class(family, "Config")
+        config_class = config if problem is None else _refusing(config, problem)
+        AutoConfig.register(family.ladderized_type, config_class, exist_ok=True)
     if problem is not None:
         return
 
@@ -37,11 +37,11 @@ def register_plugin() -> None:
             ModelRegistry.register_model(architecture(family), "ladderize.vllm.model:LadderizedForCausalLM")
 
 
-def _refusing(own: Any, problem: str) -> type:
+def _refusing(base: Any, problem: str) -> type:
     """Return a config class that raises ValueError(problem) when a checkpoint's config is read, before any worker
     exists."""
 
-    class RefusedConfig(own):  # type: ignore[misc]
+    class RefusedConfig(base):  # type: ignore[misc]
         @classmethod
         def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
             raise ValueError(problem)

@@ -7,12 +7,10 @@ from typing import Any
 
 from ladderize.families.registry import known_family
 from ladderize.layout import CONFIG_KEYS, Layout
-from ladderize.runtime.bench.options import PLUGIN, BenchOptions
+from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.plan import check_dense
 from ladderize.runtime.spec import ModelSpec
 from ladderize.vllm.environment import architecture, stock
-
-PLUGIN_ROW = "plugin's dense"
 
 
 @dataclass(frozen=True)
@@ -23,15 +21,11 @@ class Served:
     is_baseline: True for the dense model in the plugin's class.
     """
 
+    name: str
     spec: ModelSpec
     folder: Path
     architecture: str
     is_baseline: bool = False
-
-    @property
-    def name(self) -> str:
-        """The row's name."""
-        return PLUGIN_ROW if self.is_baseline else self.spec.name
 
 
 @dataclass(frozen=True)
@@ -53,17 +47,18 @@ def served_models(specs: list[ModelSpec], options: BenchOptions, work: Path, *, 
     emulated: a delay stands for each all-reduce. vLLM's own class has none, so dense models run in the plugin's, too.
     Raises UserError for the baseline of a model that is not dense.
     """
-    rows = [
-        _served(spec, work / str(number), plugin=emulated or not spec.layout.is_dense)
-        for number, spec in enumerate(specs)
-    ]
-    if PLUGIN in options.baselines:
-        check_dense(PLUGIN, specs[0])
-        rows.insert(1, replace(_served(specs[0], work / PLUGIN, plugin=True), is_baseline=True))
+    rows = []
+    for number, spec in enumerate(specs):
+        is_plugin = emulated or not spec.layout.is_dense
+        rows.append(_served(spec.name, spec, work / str(number), plugin=is_plugin))
+    if "plugin" in options.baselines:
+        check_dense("plugin", specs[0])
+        baseline = _served("plugin's dense", specs[0], work / "plugin", plugin=True)
+        rows.insert(1, replace(baseline, is_baseline=True))
     return rows
 
 
-def _served(spec: ModelSpec, folder: Path, *, plugin: bool) -> Served:
+def _served(name: str, spec: ModelSpec, folder: Path, *, plugin: bool) -> Served:
     folder.mkdir()
     if spec.folder is not None:
         for path in spec.folder.resolve().iterdir():
@@ -71,7 +66,7 @@ def _served(spec: ModelSpec, folder: Path, *, plugin: bool) -> Served:
                 (folder / path.name).symlink_to(path)
     config = vllm_config(spec.config, spec.layout, plugin=plugin)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    return Served(spec, folder, config["architectures"][0])
+    return Served(name, spec, folder, config["architectures"][0])
 
 
 def vllm_config(config: dict[str, Any], layout: Layout, *, plugin: bool) -> dict[str, Any]:

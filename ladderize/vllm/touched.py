@@ -71,11 +71,9 @@ TOUCHED = {
 
 
 def newer_problem() -> str | None:
-    """Return what a vLLM lacks that is newer than those that ladderize knows, in one sentence, or None.
-
-    Imports what is touched, but only of a newer one.
-    """
-    if not is_newer() or not (missing := missing_names()):
+    """Return what a vLLM lacks that is newer than those that ladderize knows, in one sentence, or None."""
+    missing = missing_names() if is_newer() else []
+    if not missing:
         return None
     return f'{not_known()}, which lacks {", ".join(missing)}; pip install "{REQUIREMENT}", or a newer ladderize'
 
@@ -90,11 +88,11 @@ def missing_names() -> list[str]:
             missing.append(name)
             continue
         for owner, names in owners.items():
-            found = getattr(module, owner, None) if owner else module
-            if found is None:
+            holder = getattr(module, owner, None) if owner else module
+            if holder is None:
                 missing.append(f"{name}:{owner}")
             else:
-                missing += [f"{name}:{owner and f'{owner}.'}{each}" for each in names.split() if not _has(found, each)]
+                missing += [f"{name}:{owner and f'{owner}.'}{each}" for each in names.split() if not _has(holder, each)]
     return missing
 
 
@@ -103,6 +101,6 @@ def _has(owner: Any, name: str) -> bool:
     constructor has a variable or an attribute of that name."""
     if hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", ()):
         return True
-    made = [vars(each).get("__init__") for each in getattr(owner, "__mro__", ())]
-    codes = [each.__code__ for each in made if isinstance(each, FunctionType)]
+    constructors = [vars(base).get("__init__") for base in getattr(owner, "__mro__", ())]
+    codes = [function.__code__ for function in constructors if isinstance(function, FunctionType)]
     return any(name in (*code.co_names, *code.co_varnames) for code in codes)

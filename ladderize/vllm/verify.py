@@ -64,8 +64,7 @@ class VerifyStock(VerifyAndUpdateConfig):
 
 
 def layout_of(vllm_config: "VllmConfig") -> Layout:
-    """Return the layout that a checkpoint's config names. Raises ValueError where the sync points do not fit the
-    model."""
+    """Return the layout that a checkpoint's config names."""
     config = _config(vllm_config)
     try:
         check_config(config)
@@ -86,8 +85,8 @@ def _config(vllm_config: "VllmConfig") -> dict[str, Any]:
     """Return config.json as vLLM has read it, without the keys that vLLM itself reads."""
     model = vllm_config.model_config
     # --disable-sliding-window takes the window out of the config, but not the list of layers that have it
-    own = {*QUANTISED, *(("layer_types",) if model.disable_sliding_window else ())}
-    return {key: value for key, value in model.hf_config.to_dict().items() if key not in own}
+    left_out = {*QUANTISED, *(("layer_types",) if model.disable_sliding_window else ())}
+    return {key: value for key, value in model.hf_config.to_dict().items() if key not in left_out}
 
 
 def cut_at_messages(compilation: "CompilationConfig") -> None:

@@ -40,8 +40,8 @@ def _sensitivity(place: Path, out: Path) -> list[object]:
 
 
 def _generate(place: Path, out: Path, *more: object) -> list[object]:
-    return ["generate", place / "dense", "--from-bos", "--num-samples", 12, "--max-new-tokens", 12, "--threads", 1,
-            "--batch-size", 2, "--out", out, *more]  # fmt: skip
+    return ["generate", place / "dense", "--from-bos", "--num-samples", 12, "--max-new-tokens", 12,
+            "--concurrency", 2, "--out", out, *more]  # fmt: skip
 
 
 def _eval(place: Path, out: Path, *more: object) -> list[object]:

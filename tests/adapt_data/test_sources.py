@@ -9,13 +9,11 @@ import datasets
 import numpy as np
 import pytest
 
-from ladderize.adapt.data import sources
-from ladderize.adapt.data.sources import open_rows, source_identity
-from ladderize.adapt.data_files import check_sources, hub_dataset, split_weight
-from ladderize.data import read_documents
+from ladderize.adapt.data.sources import open_rows
+from ladderize.data.files import check_sources, hub_dataset, source_identity, split_weight
+from ladderize.data.rows import file_rows
+from ladderize.data.windows import files, read_documents
 from ladderize.errors import UsageError, UserError
-from ladderize.rows import jsonl_rows
-from ladderize.runtime.generate_file import _text_rows
 from tests.adapt_data.rows import write_jsonl
 
 TEXTS = [{"text": f"row {number}"} for number in range(5)]
@@ -101,20 +99,10 @@ def test_a_file_of_another_system_is_read_alike_everywhere(tmp_path, tokenizer, 
     for name, begin, end in (("plain", b"", b"\n"), ("other", codecs.BOM_UTF8, b"\r\n")):
         path = tmp_path / f"{name}{suffix}"
         path.write_bytes(begin + b"".join(line.encode() + end for line in lines))
-        prompts = {".txt": _text_rows, ".jsonl": jsonl_rows}[suffix](path)
         documents = [ids.tolist() for ids in read_documents(str(path), tokenizer)]
-        read.append((texts_of(path), documents, [row.values["text"] for row in prompts]))
+        read.append((texts_of(path), documents, [row.values["text"] for row in file_rows(str(path))]))
     assert read[0] == read[1]
-    assert read[0][0] == (["the cat\n\nsat\n"] if suffix == ".txt" else ["the cat", "sat"])
-    assert read[0][2] == ["the cat", "sat"]
-
-
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
-    (tmp_path / "home").write_text("")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "home" / "datasets")
-    message = "the cache of datasets, .*/home/datasets, takes no files .Not a directory.; set HF_DATASETS_CACHE"
-    with pytest.raises(UserError, match=message):
-        open_rows(write_jsonl(tmp_path / "a.jsonl", TEXTS))
+    assert read[0][0] == read[0][2] == (["the cat\n\nsat\n"] if suffix == ".txt" else ["the cat", "sat"])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +144,7 @@ def test_the_hub(monkeypatch):
 
 
 def test_identity(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "END_BYTES", 8)
+    monkeypatch.setattr(files, "END_BYTES", 8)
     path = tmp_path / "a.txt"
     seen = []
     for content in ("a" * 40, "a" * 41, "b" + "a" * 39, "a" * 39 + "b"):

@@ -9,7 +9,7 @@ import pytest
 from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.layers.options import BlockwiseOptions
 from ladderize.adapt.layers.windows import read_rows, training_windows
-from ladderize.blocks import open_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
 from tests.adapt_data.rows import DEMO, EOS, QWEN3, TURNS, VOCAB, examples_of, write_jsonl

@@ -9,13 +9,15 @@ import torch
 
 from ladderize.adapt.layers import align_layer
 from ladderize.adapt.layers.align import align
-from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, StudentBlocks
+from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob
+from ladderize.adapt.layers.options import AlignOptions
 from ladderize.adapt.layers.windows import Windows
 from ladderize.adapt.options import Objective
 from ladderize.adapt.train.loop import Loop, micro_batches
 from ladderize.adapt.train.teacher_cache import answer
 from ladderize.adapt.train.tensor_parallel import TensorParallelTraining
-from ladderize.blocks import Blocks, open_checkpoint
+from ladderize.blocks import Blocks
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import SILENT
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
@@ -133,11 +135,10 @@ def test_align_waits_for_no_batch(folders, tmp_path, monkeypatch):
         place.mkdir()
         with SimulatedGpu(seed()) as gpu:
             blocks = Blocks(open_checkpoint(str(folders["both"])), torch.float32, DEVICE)
-            student = StudentBlocks(blocks.layout, tuple(range(LAYERS)), blocks.weights)
             files, ranks = LayerFiles(place), Ranks(0, 1, DEVICE)
-            windows = Windows(ids[:6], ids[6:])
-            job = LayerJob(blocks, blocks, student, blocks.weights, windows, files, ranks, SILENT)
-            align(job, ridges=[1e-3])  # rounding decides how many others are tried
+            windows, weights = Windows(ids[:6], ids[6:]), blocks.weights
+            job = LayerJob(blocks, blocks, blocks.layout, tuple(range(LAYERS)), weights, weights, windows, ranks, files)
+            align(job, AlignOptions("a.npy"), [1e-3])  # rounding decides how many others are tried
         return sum(gpu.syncs.values())
 
     whole = waits(tmp_path / "whole")

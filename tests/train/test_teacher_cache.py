@@ -98,7 +98,7 @@ def test_refusals(place, tmp_path, small_parts):
     assert "holds answers for other rows: --data changed" in said(*taught(place, answers))
     first.write_bytes(whole[:100])
     assert "cannot be read" in said(*taught(place, answers))
-    with mock.patch.object(tensors, "bytes_of", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+    with mock.patch.object(tensors, "write_file", side_effect=OSError(errno.ENOSPC, "No space left on device")):
         assert "cannot be written (no space left on device)" in said(*taught(place, tmp_path / "full"))
     assert not list(tmp_path.glob("full/*/*"))
     with mock.patch.object(teacher_cache, "answer", lambda logits, targets: answer(logits * torch.nan, targets)):

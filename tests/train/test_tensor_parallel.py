@@ -16,7 +16,7 @@ from ladderize.adapt.options import AdaptOptions
 from ladderize.adapt.train.run import adapt_checkpoint
 from ladderize.adapt.train.states import read_metrics
 from ladderize.adapt.train.task import Launch, open_task
-from ladderize.blocks import open_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError

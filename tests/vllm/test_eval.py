@@ -1,5 +1,4 @@
-"""`ladderize eval --backend vllm` against `--backend hf`: the same log-likelihoods, perplexities and texts; one JSON
-document."""
+"""`ladderize eval --engine vllm` against transformers: log-likelihoods, perplexities and texts; one JSON document."""
 
 import contextlib
 import json
@@ -23,7 +22,7 @@ from tests.vllm.models import make
 POSITIONS = 128
 WORDS = ("the", "cat", "dog", "sees", "and", "a", "red", "small", "old", "likes", "to", "run", "far", "with", "one")
 SIZES = {"vocab_size": 768, "bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": POSITIONS}
-SHARED = {"dtype": "float32", "tasks": ("demo_copying",), "batch_size": 4}
+SHARED = {"models": ("model",), "dtype": "float32", "tasks": ("demo_copying",), "batch_size": 4}
 
 
 def model_with_tokenizer(name: str, folder: Path) -> Path:
@@ -40,15 +39,14 @@ def pair(tmp_path_factory):
     folder = model_with_tokenizer("mixed", tmp_path_factory.mktemp("eval") / "model")
     edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": torch.randn(768, 128) * 0.1}))
     hf = HFModel("hf", folder, EvalOptions(**SHARED), Ranks(0, 1, torch.device("cpu")))
-    options = EvalOptions(**SHARED, backend="vllm", tp_size=2)
+    options = EvalOptions(**SHARED, engine="vllm", tp_size=2)
     with contextlib.closing(open_vllm("vllm", folder, options, enforce_eager=True)) as model:
-        yield hf, model, options
+        yield hf, model
 
 
 def answers(pair, kind: str, arguments: list[tuple]) -> list[list]:
-    hf, model, options = pair
     asked = [Instance(kind, {}, given, number) for number, given in enumerate(arguments)]
-    return [getattr(one.harness(options), kind)(asked, disable_tqdm=True) for one in (hf, model)]
+    return [getattr(one.harness(), kind)(asked, disable_tqdm=True) for one in pair]
 
 
 def test_log_likelihoods(pair):
@@ -65,10 +63,10 @@ def test_log_likelihoods(pair):
 
 def test_windows_of_ids(pair):
     """Also one as long as the model's positions."""
-    hf, model, _ = pair
+    hf, model = pair
     assert model.positions == hf.positions == POSITIONS
     windows = [fresh_rng().integers(3, 768, length) for length in (2, 9, 40, POSITIONS)]
-    scores = [one.score(windows, batch_size=2, advance=lambda count: None) for one in (model, hf)]
+    scores = [one.score(windows, lambda count: None) for one in (model, hf)]
     ours, theirs = ([score.nll for score in each] for each in scores)
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
 
@@ -89,7 +87,7 @@ def test_the_command(tmp_path):
     """One document on stdout, and a comparison of two models."""
     models = [model_with_tokenizer(name, tmp_path / name) for name in ("dense", "mixed")]
     (tmp_path / "text.txt").write_text("the cat sees the dog and the dog sees the cat")
-    command = ["eval", *models, "--backend", "vllm", "--tasks", "demo_agreement", "--include-path", TASKS, "--json"]
+    command = ["eval", *models, "--engine", "vllm", "--tasks", "demo_agreement", "--include-path", TASKS, "--json"]
     command += ["--limit", 6, "--perplexity", tmp_path / "text.txt", "--dtype", "float32"]
     document = json.loads(ladderize(*command))
     for entry in document["models"]:

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from ladderize.chat_template import Conversation, Span, chat_template_of, render
-from ladderize.data import need_tokenizer, text_ids
+from ladderize.data.formats import EMPTY, check_row, read_conversation, read_ids
+from ladderize.data.rows import Row
+from ladderize.data.windows import check_vocabulary, need_tokenizer, text_ids
 from ladderize.errors import UserError
-from ladderize.rows import EMPTY, Row, check_row, read_conversation, read_ids
 
 Scored = tuple[np.ndarray, np.ndarray]  # int64 ids and a bool mask of those that are scored: [tokens] each
 # Columns of an example. row: the number of its row; shares_turns: the row has several examples, which share turns;
@@ -31,30 +32,22 @@ PLACEHOLDER = "\ue000"  # a character of no language
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """The whole examples of a row.
-
-    in_pieces: they may be cut into pieces.
-    problem: why there are none: ``EMPTY``, or a fault.
-    """
+    """The whole examples of a row."""
 
     examples: list[Scored] = field(default_factory=list)
-    in_pieces: bool = False
-    problem: str = ""
+    in_pieces: bool = False  # they may be cut into pieces
+    problem: str = ""  # why there are none: ``EMPTY``, or a fault
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns batches of rows into examples of at most ``seq_len`` tokens.
+    """Turns batches of rows into examples of at most ``seq_len`` tokens. Raises UserError where the model has no
+    tokenizer, or fewer ids."""
 
-    tokenizer: of transformers; None if all rows are ids.
-    name: the source's, for messages.
-    Raises UserError where the model has no tokenizer, or fewer ids.
-    """
-
-    tokenizer: Any
+    tokenizer: Any  # of transformers; None if all rows are ids
     seq_len: int
     vocab_size: int
-    name: str
+    name: str  # of the source, for messages
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
         """Return the examples of the rows ``numbers``, by ``COLUMNS``. One that lost all that is scored, and the one of
@@ -82,7 +75,7 @@ class Encoder:
             Row(dict(zip(batch, values, strict=True)), f"{self.name}, row {number + 1}")
             for number, values in zip(numbers, columns, strict=True)
         ]
-        readers: dict[str, Callable[[list[Row]], list[EncodedRow]]] = {
+        encoders: dict[str, Callable[[list[Row]], list[EncodedRow]]] = {
             "input_ids": lambda rows: [EncodedRow([read_ids(row)], in_pieces=True) for row in rows],
             "text": self._texts,
             "prompt": self._completions,
@@ -96,17 +89,14 @@ class Encoder:
             except UserError as problem:
                 encoded[index] = EncodedRow(problem=str(problem))
         for name, indices in by_format.items():
-            encoded.update(zip(indices, readers[name]([rows[index] for index in indices]), strict=True))
+            encoded.update(zip(indices, encoders[name]([rows[index] for index in indices]), strict=True))
         return [self._checked(row, encoded[index]) for index, row in enumerate(rows)]
 
     def _checked(self, row: Row, encoded: EncodedRow) -> EncodedRow:
         """Return what a row gives, with a problem where nothing is scored; raises UserError for unknown ids."""
         if encoded.problem:
             return encoded
-        highest = max((int(ids.max(initial=0)) for ids, _ in encoded.examples), default=0)
-        if highest >= self.vocab_size:
-            beyond = f"the token id {highest}, but the model's vocabulary ends at {self.vocab_size - 1}"
-            raise UserError(f"{row.origin}: holds {beyond}; were they made with another tokenizer?")
+        check_vocabulary([ids for ids, _ in encoded.examples], self.vocab_size, row.origin)
         if any(scored[1:].any() for _, scored in encoded.examples):
             return encoded
         lengths = " and ".join(str(len(ids)) for ids, _ in encoded.examples) or "0"
@@ -129,7 +119,8 @@ class Encoder:
         alone may get a space put before it.
         """
         tokenizer, encoded = need_tokenizer(self.tokenizer, rows[0].origin), []
-        prompts, completions = ([row.values[key] for row in rows] for key in ("prompt", "completion"))
+        prompts = [row.values["prompt"] for row in rows]
+        completions = [row.values["completion"] for row in rows]
         joined = text_ids(tokenizer, [prompt + rest for prompt, rest in zip(prompts, completions, strict=True)])
         alone = tokenizer(completions, add_special_tokens=False, verbose=False)["input_ids"]
         for prompt, before, rest, both in zip(prompts, text_ids(tokenizer, prompts), alone, joined, strict=True):
@@ -145,18 +136,21 @@ class Encoder:
         if not tokenizer.is_fast:
             raise UserError(f"{origin}: a conversation, but the tokenizer is not a fast one, so positions are unknown")
         encoded: list[EncodedRow] = []
-        every: list[tuple[int, str, list[Span]]] = []
-        for number, row in enumerate(rows):
+        texts: list[str] = []
+        marks: list[tuple[EncodedRow, list[Span]]] = []
+        for row in rows:
             try:
-                every += [(number, *text) for text in marked_texts(tokenizer, read_conversation(row), row.origin)]
-                encoded.append(EncodedRow())
+                marked = marked_texts(tokenizer, read_conversation(row), row.origin)
             except UserError as problem:
                 encoded.append(EncodedRow(problem=str(problem)))
-        texts = [text for _, text, _ in every] or [""]
-        encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        tokens = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
-        for (number, _, spans), (ids, offsets) in zip(every, tokens, strict=False):
-            encoded[number].examples.append(_scored(ids, offsets, spans))
+                continue
+            encoded.append(EncodedRow())
+            texts += [text for text, _ in marked]
+            marks += [(encoded[-1], spans) for _, spans in marked]
+        if texts:
+            tokens = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            for (whole, spans), ids, offsets in zip(marks, tokens["input_ids"], tokens["offset_mapping"], strict=True):
+                whole.examples.append(_scored(ids, offsets, spans))
         return encoded
 
 
@@ -205,14 +199,12 @@ def marked_texts(tokenizer: Any, conversation: Conversation, origin: str) -> lis
 def _generated(tokenizer: Any, conversation: Conversation, turns: Sequence[int]) -> tuple[str, list[Span]]:
     """Return the text of a conversation, and the spans that its template marks in turns that the loss counts."""
 
-    def marked(count: int) -> tuple[str, list[Span]]:
-        shown = conversation.until(count)
-        return render(tokenizer, shown, as_data=True, return_assistant_tokens_mask=True)
+    def spans_until(count: int) -> int:
+        return len(render(tokenizer, conversation.until(count), as_data=True, marked=True)[1]) if count else 0
 
-    text, spans = marked(len(conversation.messages))
+    text, spans = render(tokenizer, conversation, as_data=True, marked=True)
     for number in reversed([number for number in turns if not conversation.scored[number]]):
-        begin = len(marked(number)[1]) if number else 0
-        del spans[begin : len(marked(number + 1)[1])]
+        del spans[spans_until(number) : spans_until(number + 1)]
     return text, spans
 
 

@@ -30,12 +30,11 @@ def best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        place = bisect_left(room, (lengths[number], 0))
-        if place == len(room):
-            left, row = seq_len, len(rows)
+        fullest = bisect_left(room, (lengths[number], 0))
+        if fullest == len(room):
             rows.append([])
-        else:
-            left, row = room.pop(place)
+            room.append((seq_len, len(rows) - 1))
+        left, row = room.pop(fullest)
         rows[row].append(number)
         if left - lengths[number] >= 2:  # no example is shorter
             insort(room, (left - lengths[number], row))
@@ -51,15 +50,17 @@ def pack(ids: Sequence[Any], scored: Sequence[Any], seq_len: int) -> dict[str, l
     ids = [np.asarray(values, dtype=np.int64) for values in ids]
     scored = [np.asarray(values, dtype=bool) for values in scored]
     lengths = [len(values) for values in ids]
-    found: dict[str, list[list[int]]] = {"input_ids": [], "targets": [], "lengths": []}
-    for row in best_fit(lengths, seq_len):
-        own = [lengths[number] for number in row]
-        joined, counts = (np.concatenate([values[number] for number in row]) for values in (ids, scored))
-        counts[[0, *accumulate(own[:-1])]] = False  # nothing precedes an example's first token
+    packed: dict[str, list[list[int]]] = {"input_ids": [], "targets": [], "lengths": []}
+    for numbers in best_fit(lengths, seq_len):
+        row_lengths = [lengths[number] for number in numbers]
+        joined = np.concatenate([ids[number] for number in numbers])
+        counts = np.concatenate([scored[number] for number in numbers])
+        counts[[0, *accumulate(row_lengths[:-1])]] = False  # nothing precedes an example's first token
         targets = np.append(np.where(counts[1:], joined[1:], IGNORED_TARGET), IGNORED_TARGET)
-        for column, values in zip(found, (joined.tolist(), targets.tolist(), own), strict=True):
-            found[column].append(values)
-    return found
+        packed["input_ids"].append(joined.tolist())
+        packed["targets"].append(targets.tolist())
+        packed["lengths"].append(row_lengths)
+    return packed
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -78,7 +79,9 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         length, starts = len(row["input_ids"]), [0, *accumulate(row["lengths"][:-1])]
         ids[number, :length], targets[number, :length] = row["input_ids"], row["targets"]
         positions[number] -= np.repeat(starts, np.diff([*starts, longest]))
-    batch = {"input_ids": ids, "position_ids": positions, "targets": targets}
-    told = [name for name in (LIKELIEST, ANSWERS) if rows and name in rows[0]]
-    answers = {name: torch.cat([row[name] for row in rows]) for name in told}
-    return {name: torch.from_numpy(value) for name, value in batch.items()} | answers
+    arrays = {"input_ids": ids, "position_ids": positions, "targets": targets}
+    batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    for name in (LIKELIEST, ANSWERS):
+        if rows and name in rows[0]:
+            batch[name] = torch.cat([row[name] for row in rows])
+    return batch

@@ -14,11 +14,11 @@ import numpy as np
 
 from ladderize.adapt.data.examples import COLUMNS, Encoder
 from ladderize.adapt.data.packing import pack
-from ladderize.adapt.data.sources import column_names, open_rows
-from ladderize.adapt.data_files import HUB, split_weight
+from ladderize.adapt.data.sources import column_names, open_rows, quiet_datasets
 from ladderize.console import SILENT, Console
+from ladderize.data.files import HUB, split_weight
+from ladderize.data.formats import FIRST_ROWS, tell_left_out
 from ladderize.errors import UserError
-from ladderize.rows import FIRST_ROWS, quiet_datasets, tell_left_out
 
 ORDER = 7  # the version of how rows are cut and packed; rows that another version left in the cache are not used
 ROWS_AT_ONCE, EXAMPLES_AT_ONCE, SHUFFLED_AT_ONCE = 128, 1000, 1000  # tokenised; packed; packed rows of a stream
@@ -53,21 +53,24 @@ def open_data(
     """
     from datasets import concatenate_datasets, interleave_datasets
 
-    sources, counts = [split_weight(name) for name in names], {}
-    train, apart, dropped = [], [], 0
+    sources = [split_weight(name) for name in names]
+    counts: dict[str, int] = {}
+    train: list[Any] = []
+    apart: list[dict[str, Any]] = []
+    dropped = 0
     for name, _ in sources:
         examples, without = _examples(name, tokenizer, seq_len, vocab_size, console)
         set_apart = _first_apart if name.startswith(HUB) else _some_apart
         rest, held = set_apart(examples, name, seed, 0 if eval_names else heldout)
         train.append(rest)
-        apart.append(held)
+        apart += held
         dropped += without
-    if eval_names:
-        apart = [_examples(name, tokenizer, seq_len, vocab_size, console, "--eval-data")[0] for name in eval_names]
+    for name in eval_names:  # then nothing else is held out
+        apart += _examples(name, tokenizer, seq_len, vocab_size, console, "--eval-data")[0]
     packs = [_packed(examples, seq_len) for examples in train]
     if any(name.startswith(HUB) for name, _ in sources):
-        streams = [one.to_iterable_dataset() if hasattr(one, "to_iterable_dataset") else one for one in packs]
-        packs = [one.shuffle(seed=seed, buffer_size=SHUFFLED_AT_ONCE).repeat(None) for one in streams]
+        streams = [rows.to_iterable_dataset() if hasattr(rows, "__len__") else rows for rows in packs]
+        packs = [stream.shuffle(seed=seed, buffer_size=SHUFFLED_AT_ONCE).repeat(None) for stream in streams]
     else:
         counts = {
             "examples": sum(map(len, train)),
@@ -82,16 +85,14 @@ def open_data(
         rows = interleave_datasets(packs, shares, seed, stopping_strategy="all_exhausted")
     else:
         rows = concatenate_datasets(packs)
-    ids, scored = ([value for examples in apart for value in examples[name]] for name in COLUMNS[:2])
-    packed = pack(ids, scored, seq_len)
+    packed = pack([example["input_ids"] for example in apart], [example["scored"] for example in apart], seq_len)
     return rows, [dict(zip(packed, values, strict=True)) for values in zip(*packed.values(), strict=True)], counts
 
 
 def _examples(
     name: str, tokenizer: Any, seq_len: int, vocab_size: int, console: Console, option: str = "--data"
 ) -> tuple[Any, int]:
-    """Return the examples of a source that have something to score, and the number of those that have not (0 of a
-    stream). Raises UserError where too many of the first rows cannot be used."""
+    """Return the examples of a source that have something to score, and the number of others (0 of a stream)."""
     rows, source = open_rows(name, option), f"{option} {name}"
     encoder = Encoder(tokenizer, seq_len, vocab_size, source)
     options = {"batched": True, "batch_size": ROWS_AT_ONCE, "with_indices": True, "remove_columns": column_names(rows)}
@@ -137,21 +138,18 @@ def usual_heldout(total: int) -> int:
 
 
 def drawn_numbers(rows: int, seed: int) -> np.ndarray:
-    """Return a random number for each row: those with the lowest are held out first, and aligned on last.
-
-    It depends on nothing but the row's place and the seed: alignment, which reads whole rows, and a retraining, which
-    drops those with nothing to score, draw alike.
-    """
+    """Return a random number for each row: those with the lowest are held out first, and aligned on last. Alignment,
+    which reads whole rows, and a retraining, which drops those with nothing to score, draw alike."""
     return np.random.default_rng(seed).random(rows)
 
 
-def _first_apart(examples: Any, name: str, seed: int, heldout: int | None) -> tuple[Any, dict[str, list[Any]]]:
-    """Return the examples of a stream to train on, and by column those held out, which are its first."""
+def _first_apart(examples: Any, name: str, seed: int, heldout: int | None) -> tuple[Any, list[Any]]:
+    """Return the examples of a stream to train on, and those held out, which are its first."""
     count = FIRST_HELD_OUT if heldout is None else heldout
     first = list(examples.take(count + 1))
     if len(first) <= count:
         raise UserError(f"--data {name}: {count} of {len(first)} examples held out leave none; lower --heldout")
-    return examples.skip(count), {column: [one[column] for one in first[:count]] for column in COLUMNS}
+    return examples.skip(count), first[:count]
 
 
 def _packed(examples: Any, seq_len: int) -> Any:

@@ -4,7 +4,7 @@ A permutation of either changes nothing in a dense model. In such a block a rank
 so it decides what is lost. Relatives: head grouping of Sync-Point Drop (arXiv 2502.20727), and arXiv 2609.13846.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,21 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.data.sources import row_of_ids
 from ladderize.adapt.layers.assign_layer import ApartBlock, BlockTokens, Members, cheapest_ranks, descend
 from ladderize.adapt.layers.layer_files import assigned_weights
 from ladderize.adapt.layers.measures import Contender, heldout_measures
-from ladderize.adapt.layers.options import HEADS, NEURONS, AssignOptions, assign_tokens
+from ladderize.adapt.layers.options import HEADS, NEURONS, SHORT, AssignOptions
 from ladderize.adapt.layers.windows import Windows, read_rows, split_windows
-from ladderize.blocks import Blocks, State, check_finite, compute_dtype, open_checkpoint
+from ladderize.blocks import Blocks, State, check_finite, compute_dtype
 from ladderize.checkpoint.config import kv_head_count, most_positions, stored_dtype
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console
 from ladderize.convert.assignment import ASSIGNMENT, AssignmentReport, RankAssignment
 from ladderize.convert.inspection import read_retrainings
 from ladderize.convert.recipe import Recipe
-from ladderize.data import draw_windows
+from ladderize.data.windows import draw_windows, row_of_ids
 from ladderize.errors import UserError
 from ladderize.layout import APART, DELAYED, Layout
 from ladderize.ranks.device import default_device
@@ -43,18 +43,15 @@ WINDOWS_AT_ONCE_TOKENS = 4096
 def assign_ranks(
     model: str | Path, recipe: Recipe, options: AssignOptions, *, revision: str | None = None, console: Console = SILENT
 ) -> RankAssignment:
-    """Return the assignment for what ``recipe`` makes of a dense model, computed on data. One layer is in memory at a
-    time.
-
-    model: a folder or hub id.
-    Raises UserError where the model, the layout or the data leave nothing to assign.
-    """
+    """Return the assignment for what a recipe makes of a dense model, computed on data, with one layer in memory at a
+    time. Raises UserError where the model, the layout or the data leave nothing to assign."""
     checkpoint, layout = assignable(str(model), recipe, revision)
     data, wanted, positions = options.data or "", assign_tokens(checkpoint.config), most_positions(checkpoint.config)
     with console.stage("reading the data"):
         rows = read_rows(checkpoint, data, console, enough=2 * wanted)
         length = row_of_ids([data]) or min(WINDOW_TOKENS, positions)
-        if (count := sum(map(len, rows)) // length) < 2:
+        count = sum(map(len, rows)) // length
+        if count < 2:
             raise UserError(f"{data} gives {count} windows of {length} tokens, and one is held out; give more data")
         drawn = draw_windows(rows, spec=data, positions=positions, seq_len=length, seed=0)
     windows = split_windows(drawn, None, None, wanted)
@@ -62,6 +59,11 @@ def assign_ranks(
     device = torch.device(options.device or default_device())
     blocks = Blocks(checkpoint, compute_dtype("auto", stored_dtype(checkpoint)), device)
     return assign_layers(blocks, layout, options.assign, windows, console=console)
+
+
+def assign_tokens(config: Mapping[str, Any]) -> int:
+    """Return the number of tokens to assign heads and neurons by."""
+    return max(SHORT, int(config["intermediate_size"]))
 
 
 def assignable(model: str, recipe: Recipe, revision: str | None = None) -> tuple[Checkpoint, Layout]:
@@ -77,9 +79,10 @@ def assignable(model: str, recipe: Recipe, revision: str | None = None) -> tuple
         )
     if (checkpoint.folder / ASSIGNMENT).is_file():
         raise UserError(f"{model} has an {ASSIGNMENT} already; assign the dense model that it was made of")
-    if (told := read_retrainings(checkpoint.folder)) and told[-1].layout != str(Layout.dense(layout.num_layers)):
+    history = read_retrainings(checkpoint.folder)
+    if history and history[-1].layout != str(Layout.dense(layout.num_layers)):
         raise UserError(
-            f"{model} was adapted to another layout ({told[-1].layout}); assign the dense model, then adapt"
+            f"{model} was adapted to another layout ({history[-1].layout}); assign the dense model, then adapt"
         )
     return checkpoint, layout
 
@@ -90,21 +93,18 @@ def apart_layers(layout: Layout) -> list[int]:
 
 
 def assign_layers(
-    blocks: Blocks, layout: Layout, what: Sequence[str], windows: Windows, *, seed: int = 0, console: Console = SILENT
+    blocks: Blocks, layout: Layout, names: Sequence[str], windows: Windows, *, seed: int = 0, console: Console = SILENT
 ) -> RankAssignment:
-    """Return the assignment of every layer of ``apart_layers``.
-
-    blocks: of a dense model.
-    what: ``heads``, ``neurons`` or both. Heads stay where several ranks share a KV head.
-    windows: the first to choose by, as many as ``assign_tokens`` wants; the held-out ones decide what is kept.
-    Raises UserError for data with fewer tokens than a layer has neurons, and for NaN or infinite activations.
-    """
+    """Return the assignment of every layer of ``apart_layers`` of a dense model: of heads, neurons or both. Heads stay
+    where several ranks share a KV head. It is chosen by the first training windows, and the held-out ones decide what
+    is kept. Raises UserError for data with fewer tokens than a layer has neurons, and for NaN or infinite
+    activations."""
     config, ranks, layers = blocks.config, layout.sync_tp_size or 1, apart_layers(layout)
-    moves_heads, moves_neurons = HEADS in what and kv_head_count(config) % ranks == 0, NEURONS in what
+    moves_heads, moves_neurons = HEADS in names and kv_head_count(config) % ranks == 0, NEURONS in names
     shared = f"{ranks} ranks share {kv_head_count(config)} KV heads"
     if not moves_heads and not moves_neurons:
         raise UserError(f"--assign heads: {shared}, so heads stay in their order; assign neurons")
-    if HEADS in what and not moves_heads:
+    if HEADS in names and not moves_heads:
         console.note(f"heads stay in their order: {shared}")
     fit = windows.train[: -(-assign_tokens(config) // windows.train.shape[1])]
     heldout = windows.heldout[: -(-len(fit) // 4)]
@@ -113,49 +113,53 @@ def assign_layers(
             f"the data give {fit.numel():,} tokens to assign the {config['intermediate_size']:,} neurons of a layer by;"
             " give more data, or assign heads alone"
         )
-    found = RankAssignment(ranks, fingerprint(blocks.checkpoint))
+    assignment = RankAssignment(ranks, fingerprint(blocks.checkpoint))
     at_once = max(1, WINDOWS_AT_ONCE_TOKENS // fit.shape[1])
-    apart = Layout.from_layers(layout.num_layers, spd=range(layout.num_layers), sync_tp_size=ranks)
+    dense, apart = Layout.dense(layout.num_layers), apart_layout(layout.num_layers, ranks)
     with torch.no_grad(), console.progress("assigning", layers[-1] + 1) as advance:
-        states = [blocks.embed(ids) for part in (fit, heldout) for ids in part.split(at_once)]
+        states = [blocks.embed(ids) for ids in (*fit.split(at_once), *heldout.split(at_once))]
         trained = len(fit.split(at_once))
         for index in range(layers[-1] + 1):
             weights = blocks.weights(index)
             if index in layers:
                 layer = blocks.layer(index, apart, weights)
-                parts = (states[:trained], states[trained:])
-                tokens = [block_tokens(blocks, layer, part) for part in parts]
                 block = ApartBlock(layer, ranks, kv_head_count(config) if moves_heads else ranks)
                 members, neurons, report = assign_block(
-                    block, tokens[0], tokens[1], heads=moves_heads, neurons=moves_neurons, seed=seed
+                    block,
+                    block_tokens(blocks, layer, states[:trained]),
+                    block_tokens(blocks, layer, states[trained:]),
+                    heads=moves_heads,
+                    neurons=moves_neurons,
+                    seed=seed,
                 )
                 if moves_heads:
-                    found.heads[index] = head_order(members, config["num_attention_heads"] // block.units)
+                    assignment.heads[index] = head_order(members, config["num_attention_heads"] // block.units)
                 if moves_neurons:
-                    found.neurons[index] = tuple(neurons.tolist())
-                found.report[index] = report
-            dense = blocks.layer(index, Layout.dense(layout.num_layers), weights)
-            states = [blocks.run(dense, state) for state in states]  # type: ignore[misc]
+                    assignment.neurons[index] = tuple(neurons.tolist())
+                assignment.report[index] = report
+            plain = blocks.layer(index, dense, weights)
+            states = [blocks.run(plain, state) for state in states]  # type: ignore[misc]
             advance(1)
     if moves_heads and moves_neurons and DELAYED in layout.mlp_sync:
         with console.stage("matching the ranks of neighbouring layers"):
-            return better_labels(blocks, layout, found, fit[: -(-SAMPLE_TOKENS // fit.shape[1])], heldout)
-    return found
+            return better_labels(blocks, layout, assignment, fit[: -(-SAMPLE_TOKENS // fit.shape[1])], heldout)
+    return assignment
+
+
+def apart_layout(layers: int, ranks: int) -> Layout:
+    return Layout.from_layers(layers, spd=range(layers), sync_tp_size=ranks)
 
 
 def block_tokens(blocks: Blocks, layer: Any, states: Sequence[Tensor]) -> BlockTokens:
-    """Return what the MLP of a layer with a dropped sum is computed from.
-
-    states: that enter it, [windows, tokens, hidden] each.
-    Raises UserError for NaN or infinite ones.
-    """
+    """Return what the MLP of a layer with a dropped sum is computed from, of states that enter it, [windows, tokens,
+    hidden] each. Raises UserError for NaN or infinite ones."""
     bias = layer.self_attn.o_proj.bias
-    residual = [state if bias is None else state + layer.scaled(bias) for state in states]
-    heads = [blocks.heads(layer, state) for state in states]
-    found = BlockTokens(*(torch.cat(parts).flatten(0, 1) for parts in (residual, heads)))
-    total = found.residual.double().sum() + found.heads.double().sum()
+    residual = torch.cat(list(states)).flatten(0, 1)
+    heads = torch.cat([blocks.heads(layer, state) for state in states]).flatten(0, 1)
+    tokens = BlockTokens(residual if bias is None else residual + layer.scaled(bias), heads)
+    total = tokens.residual.double().sum() + tokens.heads.double().sum()
     check_finite(float(total), f"the dense model's stream in layer {layer.self_attn.layer_idx}")
-    return found
+    return tokens
 
 
 def head_order(members: Members, group: int) -> tuple[int, ...]:
@@ -166,37 +170,32 @@ def head_order(members: Members, group: int) -> tuple[int, ...]:
 def assign_block(
     block: ApartBlock, fit: BlockTokens, heldout: BlockTokens, *, heads: bool, neurons: bool, seed: int = 0
 ) -> tuple[Members, np.ndarray, AssignmentReport]:
-    """Return the units and the neurons of each rank, with what they lose; never more than as the model lies.
-
-    heads, neurons: which of them may change ranks.
-    """
-    lying = block.members, block.neuron_ranks
+    """Return the units and the neurons of each rank, where these may change ranks, with what they lose; never more than
+    as the model lies."""
     members = choose_heads(block, fit, neurons=neurons, seed=seed) if heads else block.members
-    candidates = [lying]
-    for own in dict.fromkeys((members, block.members)):
-        ranks = cheapest_ranks(block.costs(fit, own)) if neurons else block.neuron_ranks
-        candidates.append((own, ranks))
+    candidates = [(block.members, block.neuron_ranks)]
+    for units in dict.fromkeys((members, block.members)):
+        ranks = cheapest_ranks(block.costs(fit, units)) if neurons else block.neuron_ranks
+        candidates.append((units, ranks))
     errors = [block.error(heldout, *candidate) for candidate in candidates]
     best = int(np.argmin(errors))
     return *candidates[best], AssignmentReport(errors[0], errors[best])
 
 
 def choose_heads(block: ApartBlock, fit: BlockTokens, *, neurons: bool, seed: int = 0) -> Members:
-    """Return the units of each rank for which a sample of neurons, on a sample of tokens, costs the least.
-
-    neurons: they are free to go where they are cheapest; else they stay.
-    """
+    """Return the units of each rank for which a sample of neurons, on a sample of tokens, costs the least; neurons are
+    free to go where they are cheapest, or stay."""
     count = min(SAMPLE_NEURONS, block.neurons) // block.ranks * block.ranks
     sample = np.sort(np.random.default_rng(seed).choice(block.neurons, count, replace=False))
     rows = torch.from_numpy(sample).to(fit.heads.device)
     tokens = fit.sample(SAMPLE_TOKENS)
-    known: dict[tuple[int, ...], np.ndarray] = {}
+    costs_of: dict[tuple[int, ...], np.ndarray] = {}
 
     def cost(members: Members) -> float:
-        missing = [units for units in members if units not in known]
+        missing = [units for units in members if units not in costs_of]
         if missing:
-            known.update(zip(missing, block.costs(tokens, missing, rows).T, strict=True))
-        costs = np.stack([known[units] for units in members], 1)
+            costs_of.update(zip(missing, block.costs(tokens, missing, rows).T, strict=True))
+        costs = np.stack([costs_of[units] for units in members], 1)
         ranks = cheapest_ranks(costs) if neurons else block.neuron_ranks[sample]
         return float(costs[np.arange(count), ranks].sum())
 
@@ -207,47 +206,43 @@ def choose_heads(block: ApartBlock, fit: BlockTokens, *, neurons: bool, seed: in
 
 
 def better_labels(
-    blocks: Blocks, layout: Layout, found: RankAssignment, fit: Tensor, heldout: Tensor
+    blocks: Blocks, layout: Layout, assignment: RankAssignment, fit: Tensor, heldout: Tensor
 ) -> RankAssignment:
     """Return the assignment with its ranks renamed layer by layer, or as it is, whichever brings the converted model
-    nearer to the dense one.
-
-    For a layer alone the ranks are interchangeable. But where it reads the delayed sum of an MLP, rank r reads its own
-    part of the sum before, so the set of heads and neurons that misses least of the others' parts should lie there.
-
-    fit, heldout: ids [windows, tokens], to rename by and to compare on.
-    """
-    renamed = matched_labels(blocks, layout, found, fit)
-    if renamed == found:
-        return found
-    contenders = {"dense": Contender(blocks, Layout.dense(layout.num_layers), blocks.weights)}
-    for name, own in (("found", found), ("renamed", renamed)):
-        contenders[name] = Contender(blocks, layout, partial(assigned_weights, blocks, own))
+    nearer to the dense one on held-out ids. For a layer alone the ranks are interchangeable. But where it reads the
+    delayed sum of an MLP, rank r reads its own share of the sum before, so the set of heads and neurons that misses
+    least of the others' should lie there."""
+    renamed = matched_labels(blocks, layout, assignment, fit)
+    if renamed == assignment:
+        return assignment
+    contenders = {
+        "dense": Contender(blocks, Layout.dense(layout.num_layers), blocks.weights),
+        "assigned": Contender(blocks, layout, partial(assigned_weights, blocks, assignment)),
+        "renamed": Contender(blocks, layout, partial(assigned_weights, blocks, renamed)),
+    }
     _, divergence = heldout_measures(contenders, heldout, Ranks(0, 1, blocks.device))
-    return renamed if divergence["renamed"] < divergence["found"] else found
+    return renamed if divergence["renamed"] < divergence["assigned"] else assignment
 
 
 @torch.no_grad()
-def matched_labels(blocks: Blocks, layout: Layout, found: RankAssignment, ids: Tensor) -> RankAssignment:
-    """Return the assignment with the ranks of each layer matched to those of the delayed MLP before it.
-
-    ids: [windows, tokens].
-    """
+def matched_labels(blocks: Blocks, layout: Layout, assignment: RankAssignment, ids: Tensor) -> RankAssignment:
+    """Return the assignment with the ranks of each layer matched to those of the delayed MLP before it, on ids
+    [windows, tokens]."""
     dense = Layout.dense(layout.num_layers)
     states: list[State] = [blocks.embed(rows) for rows in ids.split(max(1, WINDOWS_AT_ONCE_TOKENS // ids.shape[1]))]
     handed: list[State] = []  # what the layer before, as it is converted, hands on
-    for index in range(max(found.heads, default=-1) + 1):
+    for index in range(max(assignment.heads, default=-1) + 1):
         weights = blocks.weights(index)
-        if layout.entering(index) == DELAYED and index in found.heads and index in found.neurons:
-            own = found.permuted(index, weights, blocks.config)
-            found = relabelled(found, index, cheapest_labels(blocks, layout, index, own, states, handed))
+        if layout.entering(index) == DELAYED and index in assignment.heads and index in assignment.neurons:
+            moved = assignment.permuted(index, weights, blocks.config)
+            labels = cheapest_labels(blocks, layout, index, moved, states, handed)
+            assignment = relabelled(assignment, index, labels)
         if layout.mlp_sync[index] == DELAYED:
-            own = found.permuted(index, weights, blocks.config)
-            layer = blocks.layer(index, layout, own)
+            layer = blocks.layer(index, layout, assignment.permuted(index, weights, blocks.config))
             handed = [blocks.run(layer, state) for state in states]
         plain = blocks.layer(index, dense, weights)
         states = [blocks.run(plain, state) for state in states]
-    return found
+    return assignment
 
 
 def cheapest_labels(
@@ -258,17 +253,12 @@ def cheapest_labels(
     states: Sequence[State],
     handed: Sequence[State],
 ) -> list[int]:
-    """Return the rank that each set of a layer's heads should lie on.
-
-    weights: of the layer, as assigned.
-    states: that enter it in the dense model.
-    handed: (complete, visible) that enter it in the converted model.
-    """
+    """Return the rank that each set of an assigned layer's heads should lie on, from the states that enter it in the
+    dense model, and those, (complete, visible), that enter it in the converted one."""
     from scipy.optimize import linear_sum_assignment  # imported here, so that the rest runs without scipy
 
     ranks = layout.sync_tp_size or 1
-    every = range(layout.num_layers)
-    layer: Any = blocks.layer(index, Layout.from_layers(layout.num_layers, spd=every, sync_tp_size=ranks), weights)
+    layer: Any = blocks.layer(index, apart_layout(layout.num_layers, ranks), weights)
     block, cost = ApartBlock(layer, ranks, ranks), np.zeros((ranks, ranks))
 
     def partials(stream: Tensor) -> Tensor:
@@ -283,12 +273,12 @@ def cheapest_labels(
     return linear_sum_assignment(cost)[1].tolist()
 
 
-def relabelled(found: RankAssignment, layer: int, labels: Sequence[int]) -> RankAssignment:
+def relabelled(assignment: RankAssignment, layer: int, labels: Sequence[int]) -> RankAssignment:
     """Return the assignment with what rank k has in a layer on rank ``labels[k]``."""
-    heads = np.array(found.heads[layer]).reshape(found.sync_tp_size, -1)[np.argsort(labels)].flatten()
-    neurons = np.array(labels)[list(found.neurons[layer])]
+    heads = np.array(assignment.heads[layer]).reshape(assignment.sync_tp_size, -1)[np.argsort(labels)].flatten()
+    neurons = np.array(labels)[list(assignment.neurons[layer])]
     return replace(
-        found,
-        heads={**found.heads, layer: tuple(heads.tolist())},
-        neurons={**found.neurons, layer: tuple(neurons.tolist())},
+        assignment,
+        heads={**assignment.heads, layer: tuple(heads.tolist())},
+        neurons={**assignment.neurons, layer: tuple(neurons.tolist())},
     )

@@ -29,11 +29,8 @@ Members = tuple[tuple[int, ...], ...]  # the head units of each rank, ascending
 
 @dataclass(frozen=True)
 class BlockTokens:
-    """Tokens that enter a block of the dense model.
-
-    residual: [tokens, hidden], with o_proj's bias.
-    heads: [tokens, heads * head_dim], the inputs of o_proj.
-    """
+    """Tokens that enter a block of the dense model: the residual stream [tokens, hidden], with o_proj's bias, and the
+    inputs of o_proj [tokens, heads * head_dim]."""
 
     residual: Tensor
     heads: Tensor
@@ -48,10 +45,7 @@ class BlockTokens:
 
 
 class ApartBlock:
-    """A block whose heads come in ``units`` that may change ranks.
-
-    layer: with a dropped attention sum.
-    """
+    """A block with a dropped attention sum, whose heads come in ``units`` that may change ranks."""
 
     def __init__(self, layer: Any, ranks: int, units: int) -> None:
         self.layer, self.ranks, self.units = layer, ranks, units
@@ -83,33 +77,30 @@ class ApartBlock:
         return mlp.act_fn(gate) * up
 
     def costs(self, tokens: BlockTokens, sets: Sequence[tuple[int, ...]], neurons: Tensor | slice = ALL) -> np.ndarray:
-        """Return what each neuron costs where it sees a set of units instead of all: float64 [neurons, sets].
-
-        Raises UserError for NaN or infinite activations.
-        """
+        """Return what each neuron costs where it sees a set of units instead of all: float64 [neurons, sets]. Raises
+        UserError for NaN or infinite activations."""
         down = self.layer.scaled(self.layer.mlp.down_proj.weight[:, neurons]).float()
         total = torch.zeros(len(sets), down.shape[1], device=down.device, dtype=torch.float64)
         for residual, heads in tokens.batches():
             partials = self.partials(heads)
             full = self.inner(residual + partials.sum(0), neurons)
             for number, units in enumerate(sets):
-                own = self.inner(residual + partials[list(units)].sum(0), neurons)
-                total[number] += (full - own).float().square().sum(0)
+                seen = self.inner(residual + partials[list(units)].sum(0), neurons)
+                total[number] += (full - seen).float().square().sum(0)
         costs = total / len(tokens.residual) * down.square().sum(0)
         check_finite(float(costs.sum()), f"an activation in layer {self.layer.self_attn.layer_idx}")
         return costs.T.cpu().numpy()
 
     def error(self, tokens: BlockTokens, members: Members, neuron_ranks: np.ndarray) -> float:
         """Return the mean squared difference between the block's output with dropped sum and the dense block's."""
-        own = [
-            torch.from_numpy(np.flatnonzero(neuron_ranks == rank)).to(tokens.heads.device) for rank in range(self.ranks)
-        ]
+        device = tokens.heads.device
+        ranks = [torch.from_numpy(np.flatnonzero(neuron_ranks == rank)).to(device) for rank in range(self.ranks)]
         down, total = self.layer.mlp.down_proj.weight, 0.0
         for residual, heads in tokens.batches():
             partials = self.partials(heads)
             everything = residual + partials.sum(0)
             difference = torch.zeros_like(residual, dtype=torch.float32)
-            for units, neurons in zip(members, own, strict=True):
+            for units, neurons in zip(members, ranks, strict=True):
                 seen = self.inner(residual + partials[list(units)].sum(0), neurons)
                 lost = linear(seen - self.inner(everything, neurons), down[:, neurons])
                 difference += self.layer.scaled(lost.float())
@@ -121,27 +112,23 @@ class ApartBlock:
 
 
 def cheapest_ranks(costs: np.ndarray) -> np.ndarray:
-    """Return the rank of each neuron, as many on each, for the smallest sum of costs. It is exact.
-
+    """Return the rank of each neuron, as many on each, for the smallest sum of costs [neurons, ranks]. It is exact.
     Every neuron begins where it is cheapest. Then the cheapest chain of moves, from a rank with too many over others to
     one with too few, is made until all have equally many. ``linear_sum_assignment`` gives the same of columns that are
-    repeated, which for 14336 neurons are a matrix of 1.6 GB.
-
-    costs: [neurons, ranks].
-    """
+    repeated, which for 14336 neurons are a matrix of 1.6 GB."""
     neurons, ranks = costs.shape
-    found, share = costs.argmin(1), neurons // ranks
-    held = np.bincount(found, minlength=ranks)
+    rank_of, share = costs.argmin(1), neurons // ranks
+    held = np.bincount(rank_of, minlength=ranks)
     least, mover = np.full((ranks, ranks), np.inf), np.zeros((ranks, ranks), int)  # the cheapest move between two ranks
     tolerance = 1e-12 * float(np.abs(costs).max(initial=0.0))  # what is shorter by rounding alone may be a cycle
 
     def renew(rank: int) -> None:
-        own = np.flatnonzero(found == rank)
+        members = np.flatnonzero(rank_of == rank)
         least[rank] = np.inf
-        if len(own):
-            extra = costs[own] - costs[own, rank][:, None]
+        if len(members):
+            extra = costs[members] - costs[members, rank][:, None]
             best = extra.argmin(0)
-            least[rank], mover[rank] = extra[best, np.arange(ranks)], own[best]
+            least[rank], mover[rank] = extra[best, np.arange(ranks)], members[best]
 
     for rank in range(ranks):
         renew(rank)
@@ -159,14 +146,13 @@ def cheapest_ranks(costs: np.ndarray) -> np.ndarray:
         while before[chain[-1]] >= 0:
             chain.append(int(before[chain[-1]]))
         chain.reverse()
-        moves = [(int(mover[one, other]), other) for one, other in itertools.pairwise(chain)]
-        for neuron, rank in moves:
-            found[neuron] = rank
+        moved = [int(mover[source, target]) for source, target in itertools.pairwise(chain)]
+        rank_of[moved] = chain[1:]
         held[chain[0]] -= 1
         held[chain[-1]] += 1
         for rank in chain:
             renew(rank)
-    return found
+    return rank_of
 
 
 # ---- heads ----
@@ -189,10 +175,13 @@ def exchanged(members: Members, rng: np.random.Generator) -> Iterator[Members]:
     rank_of = {unit: rank for rank, units in enumerate(members) for unit in units}
     pairs = list(itertools.combinations(sorted(rank_of), 2))
     for number in rng.permutation(len(pairs)):
-        one, other = pairs[number]
-        if rank_of[one] != rank_of[other]:
-            swapped = {one: other, other: one}
-            yield tuple(tuple(sorted(swapped.get(unit, unit) for unit in units)) for units in members)
+        a, b = pairs[number]
+        if rank_of[a] != rank_of[b]:
+            changed = [set(units) for units in members]
+            changed[rank_of[a]] ^= {a, b}
+            changed[rank_of[b]] ^= {a, b}
+            yield tuple(tuple(sorted(units)) for units in changed)
     for a, b in itertools.combinations(range(len(members)), 2):
-        places = {a: b, b: a}
-        yield tuple(members[places.get(rank, rank)] for rank in range(len(members)))
+        swapped = list(members)
+        swapped[a], swapped[b] = members[b], members[a]
+        yield tuple(swapped)

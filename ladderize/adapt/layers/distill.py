@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ladderize.adapt.layers.align_layer import located, place_of_states
-from ladderize.adapt.layers.layer_files import LayerJob, StudentBlocks
+from ladderize.adapt.layers.align_layer import device_of_states, located
+from ladderize.adapt.layers.layer_files import LayerJob
 from ladderize.adapt.layers.options import PAPERS_LR, PAPERS_WIDTH, TOKENS_PER_STEP, BlockwiseOptions
-from ladderize.blocks import Blocks, State, check_finite, complete
+from ladderize.blocks import Blocks, State, check_finite, complete, to_device
 from ladderize.console import human_bytes
 from ladderize.errors import UserError
 from ladderize.files.records import Record
@@ -26,19 +26,13 @@ from ladderize.layout import BLOCKING, DELAYED, Layout, format_ranges
 
 WARMUP, EVALUATIONS_PER_EPOCH = 0.05, 4
 MAX_GRADIENT = 1.0
-BLOCK_ERROR = "block error: error of the block's output on held-out windows, as % of what the dense block adds"
 PATIENCE = 2  # epochs without a better held-out loss, after which a block is left as it was best
 
 
 @dataclass(frozen=True)
 class BlockReport(Record):
-    """The training of one block.
-
-    loss_before, loss_after: held-out mean squared difference to the dense block's output, after: with the weights as
-    stored.
-    share_lost_before, share_lost_after: the loss as a share of what the dense block adds to the stream.
-    curve: (step, held-out loss).
-    """
+    """The training of one block. Losses are held-out mean squared differences to the dense block's output, after: with
+    the weights as stored; shares are of what the dense block adds to the stream; the curve is (step, held-out loss)."""
 
     layer: int
     loss_before: float
@@ -62,163 +56,129 @@ class BlockReport(Record):
         }
 
 
-class States:
-    """The complete stream [windows, tokens, width], and as many visible ones as a layer reads at most."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, visible: int, place: torch.device) -> None:
-        self.windows = shape[0]
-        self.tensors = [torch.empty(shape, dtype=dtype, device=place) for _ in range(1 + visible)]
-
-    def write(self, first: int, state: State) -> None:
-        """Write the rows from ``first`` on; raises UserError for NaN or infinite states.
-
-        Visible streams that the state does not have stay as they are: nothing was in flight before it.
-        """
-        check_finite(float(complete(state).sum()), "the residual stream of the dense model")
-        parts = [complete(state)]
-        if isinstance(state, tuple):
-            parts += [*state[1]] if state[1].ndim == 4 else [state[1]]
-        for tensor, part in zip(self.tensors, parts, strict=False):
-            tensor[first : first + len(part)] = part.to(tensor.device)
-
-    def read(self, rows: Tensor, device: torch.device, visible: int = 0) -> State:
-        """Return the states of these windows, on ``device``, with so many visible streams."""
-        whole, *seen = (tensor[rows].to(device) for tensor in self.tensors[: 1 + visible])
-        return whole if not seen else (whole, seen[0] if len(seen) == 1 else torch.stack(seen))
-
-
 def batch_windows(windows: Tensor) -> int:
     return max(1, TOKENS_PER_STEP // windows.shape[1])
 
 
-def visible_streams(layout: Layout, layer: int) -> int:
-    """Return the number of streams that the layer reads instead of the complete one: one without an overlapped MLP, or
-    one of each virtual rank with its own part of a delayed one."""
-    mode = layout.entering(layer)
-    return 0 if mode == BLOCKING else (layout.sync_tp_size or 1) if mode == DELAYED else 1
-
-
 def distill(job: LayerJob, options: BlockwiseOptions) -> None:
-    """Train every block of ``job.student.layers`` that ``job.files`` does not hold yet; the ranks take them in turn.
-
-    Raises UserError for a loss that is NaN or infinite, and where the states do not fit in memory; finished blocks stay
-    in ``job.files``.
-    """
-    teacher, student, windows, ranks = job.teacher, job.student, job.windows, job.ranks
-    visible = max((visible_streams(student.layout, layer) for layer in student.layers), default=0)
-    states = 2 * (1 + visible) * windows.all.numel() * int(teacher.config["hidden_size"]) * teacher.dtype.itemsize
-    place = place_of_states(states, ranks)
+    """Train every block of the job that its files do not hold yet; the ranks take them in turn. Raises UserError for a
+    loss that is NaN or infinite, and where the states do not fit in memory; finished blocks stay in the files."""
+    teacher, windows, ranks, layers = job.teacher, job.windows, job.ranks, job.layers
+    streams = {BLOCKING: 1, DELAYED: 1 + (job.layout.sync_tp_size or 1)}  # of the others two: complete and visible
+    most = max((streams.get(job.layout.entering(layer), 2) for layer in layers), default=1)
+    states = 2 * most * windows.all.numel() * int(teacher.config["hidden_size"]) * teacher.dtype.itemsize
+    device = device_of_states(states, ranks)
     job.console.note(
-        f"distilling {len(student.layers)} blocks on {len(windows.train)} windows of {windows.train.shape[1]} tokens,"
+        f"distilling {len(layers)} blocks on {len(windows.train)} windows of {windows.train.shape[1]} tokens,"
         f" {len(windows.heldout)} held out, for at most {options.epochs} epoch{'s' if options.epochs > 1 else ''} on"
-        f" {ranks.words}; {human_bytes(states)} of states {located(place)}"
+        f" {ranks.words}; {human_bytes(states)} of states {located(device)}"
     )
-    done = ranks.broadcast([layer for layer in student.layers if job.files.has(layer)])
+    done = job.finished()
     if done:
         job.console.note(f"blocks {format_ranges(done)} are already done")
-    mine = [layer for layer in student.layers if layer not in done][ranks.rank :: ranks.size]
+    mine = [layer for layer in layers if layer not in done][ranks.rank :: ranks.size]
     steps = options.epochs * math.ceil(len(windows.train) / batch_windows(windows.train))
     passing = math.ceil(len(windows.all) / batch_windows(windows.all) / 3)  # without gradients and updates
     with job.console.progress("distilling", len(mine) * steps + (max(mine, default=-1) + 1) * passing) as advance:
-        for index, before, after in teacher_pass(teacher, windows.all, mine, student.layout, place):
+        for index, before, after in teacher_pass(teacher, windows.all, mine, job.layout, device):
             advance(passing)
-            if index in mine:
-                trainer = BlockTrainer(teacher, student, index, before, after, len(windows.train), options)
-                weights, report = trainer.train(advance)
+            if index in mine and job.files is not None:
+                weights, report = BlockTrainer(job, index, before, after, options).train(advance)
                 job.files.save(index, weights, report)
 
 
 def teacher_pass(
-    blocks: Blocks, windows: Tensor, layers: Sequence[int], layout: Layout, place: torch.device
-) -> Iterator[tuple[int, States, States]]:
-    """Run the dense model layer by layer; yields (i, states that enter block i, states that leave it).
-
-    layers: the last of them ends the pass.
-    layout: states also hold the streams that these layers read in it.
-    Raises UserError for NaN or infinite states.
-    """
-    shape = (*windows.shape, int(blocks.config["hidden_size"]))
-    visible = max((visible_streams(layout, layer) for layer in layers), default=0)
-    before, after = (States(shape, blocks.dtype, visible, place) for _ in range(2))
+    blocks: Blocks, windows: Tensor, layers: Sequence[int], layout: Layout, device: torch.device
+) -> Iterator[tuple[int, list[State], list[State]]]:
+    """Run the dense model up to the last of some layers; yields (i, states that enter block i, states that leave it),
+    of each window, with what the layers of a layout read. Raises UserError for NaN or infinite states."""
+    dense, before = Layout.dense(layout.num_layers), list[State]()
     if layers:
-        _fill(before, lambda rows: blocks.embed(windows[rows]))
+        before = _states(windows.split(1), lambda ids: blocks.embed(complete(ids)), device)
     for index in range(max(layers, default=-1) + 1):
-        _run_layer(blocks, blocks.layer(index, _mlp_alone(layout, index)), before, after)
+        mode = layout.mlp_sync[index]  # the only one that is not the dense model's
+        mlp_sync = (*dense.mlp_sync[:index], mode, *dense.mlp_sync[index + 1 :])
+        alone = Layout(dense.attention_sync, mlp_sync, layout.sync_tp_size if mode == DELAYED else None)
+        layer = blocks.layer(index, alone)
+
+        def run(state: State, layer: torch.nn.Module = layer) -> State:
+            return blocks.run(layer, complete(state).to(blocks.device))
+
+        after = _states(before, run, device)
         yield index, before, after
-        before, after = after, before
-
-
-def _mlp_alone(layout: Layout, index: int) -> Layout:
-    """Return the dense layout but for the mode of the MLP sync point behind layer ``index``."""
-    mode, dense = layout.mlp_sync[index], Layout.dense(layout.num_layers)
-    mlp = (*dense.mlp_sync[:index], mode, *dense.mlp_sync[index + 1 :])
-    return Layout(dense.attention_sync, mlp, layout.sync_tp_size if mode == DELAYED else None)
-
-
-def _run_layer(blocks: Blocks, layer: torch.nn.Module, before: States, after: States) -> None:
-    _fill(after, lambda rows: blocks.run(layer, complete(before.read(rows, blocks.device))))
+        before = after
 
 
 @torch.no_grad()
-def _fill(store: States, states: Callable[[Tensor], State]) -> None:
-    """Compute every window's state. This is a function, since a generator would leave no_grad on while its caller
+def _states(before: Sequence[State], run: Callable[[State], State], device: torch.device) -> list[State]:
+    """Return every window's next state. This is a function, since a generator would leave no_grad on while its caller
     trains."""
-    batch = max(1, 4 * TOKENS_PER_STEP // store.tensors[0].shape[1])
-    for rows in torch.arange(store.windows).split(batch):
-        store.write(int(rows[0]), states(rows))
+    states: list[State] = []
+    batch = max(1, 4 * TOKENS_PER_STEP // complete(before[0]).shape[1])
+    for first in range(0, len(before), batch):
+        state = run(joined(before[first : first + batch]))
+        check_finite(float(complete(state).sum()), "the residual stream of the dense model")
+        states += apart(to_device(state, device))
+    return states
+
+
+def joined(states: Sequence[State]) -> State:
+    """Return the states of windows as one state of all."""
+    whole = torch.cat([complete(state) for state in states])
+    visible = [state[1] for state in states if isinstance(state, tuple)]
+    return (whole, torch.cat(visible, dim=-3)) if visible else whole
+
+
+def apart(state: State) -> list[State]:
+    """Return the state of each window."""
+    if not isinstance(state, tuple):
+        return list(state.split(1))
+    return list(zip(state[0].split(1), state[1].split(1, dim=-3), strict=True))
 
 
 # ---- one block ----
 
 
 class BlockTrainer:
-    """One block, its teacher's states, and the training loop. Windows from number ``trained`` on are held out.
-
-    before, after: the dense model's states that enter and leave the block.
-    """
+    """One block, the dense model's states that enter and leave it, of each window, and the training loop."""
 
     def __init__(
         self,
-        teacher: Blocks,
-        student: StudentBlocks,
+        job: LayerJob,
         index: int,
-        before: States,
-        after: States,
-        trained: int,
+        before: Sequence[State],
+        after: Sequence[State],
         options: BlockwiseOptions,
     ) -> None:
-        self.blocks, self.index, self.options = teacher, index, options
+        self.blocks, self.index, self.options = job.teacher, index, options
         self.before, self.after = before, after
-        self.trained, self.heldout = torch.arange(trained), torch.arange(trained, before.windows)
-        self.visible = visible_streams(student.layout, index)
-        self.initial = {name: tensor.clone() for name, tensor in student.weights(index).items()}
+        self.trained, self.heldout = torch.arange(len(before)).tensor_split([len(job.windows.train)])
+        self.initial = {name: tensor.clone() for name, tensor in job.weights(index).items()}
         # Weights are float32 to learn in; autocast decides the dtype of products.
         wide = {name: tensor.float().clone() for name, tensor in self.initial.items()}
-        self.layer = teacher.layer(index, student.layout, wide)
-        self.batch_size = batch_windows(before.tensors[0])
-        width = int(teacher.config["hidden_size"])
+        self.layer = job.teacher.layer(index, job.layout, wide)
+        self.batch_size = batch_windows(job.windows.train)
+        width = int(job.teacher.config["hidden_size"])
         self.lr = options.lr if options.lr is not None else PAPERS_LR * PAPERS_WIDTH / width
 
     def loss(self, rows: Tensor) -> Tensor:
         """Return the mean squared difference to the dense block's output on these windows."""
-        device = self.blocks.device
         # float32 from here on: a block adds little to the stream, and rounding of the sum would hide it.
-        state = self.before.read(rows, device, self.visible)
-        target = complete(self.after.read(rows, device))
+        state = to_device(joined([self.before[row] for row in rows.tolist()]), self.blocks.device)
         entering: State = (state[0].float(), state[1].float()) if isinstance(state, tuple) else state.float()
-        with torch.autocast(device.type, dtype=self.blocks.dtype, enabled=self.blocks.dtype != torch.float32):
+        with self.blocks.autocast():
             output = complete(self.blocks.run(self.layer, entering))
-        return (output - target.float()).square().mean()
+        return (output - self._complete(self.after, rows)).square().mean()
 
     def added_part(self) -> float:
         """Return the mean square of what the dense block adds to the stream. A block that does nothing has a loss of
         this size."""
+        return self._heldout_mean(
+            lambda rows: (self._complete(self.after, rows) - self._complete(self.before, rows)).square().mean()
+        )
 
-        def added(rows: Tensor) -> Tensor:
-            before, after = (complete(store.read(rows, self.blocks.device)) for store in (self.before, self.after))
-            return (after.float() - before.float()).square().mean()
-
-        return self._heldout_mean(added)
+    def _complete(self, states: Sequence[State], rows: Tensor) -> Tensor:
+        return torch.cat([complete(states[row]) for row in rows.tolist()]).to(self.blocks.device).float()
 
     @torch.no_grad()
     def _heldout_mean(self, value: Callable[[Tensor], Tensor]) -> float:
@@ -226,17 +186,13 @@ class BlockTrainer:
         return total / len(self.heldout)
 
     def train(self, advance: Callable[[int], None]) -> tuple[dict[str, Tensor], BlockReport]:
-        """Return the best weights seen, in the stored dtype, and a report.
-
-        They are never worse on held-out windows than the initial ones.
-        Raises UserError for a loss that is NaN or infinite.
-        """
+        """Return the best weights seen, in the stored dtype, and a report. They are never worse on held-out windows
+        than the initial ones. Raises UserError for a loss that is NaN or infinite."""
         options, begin = self.options, time.perf_counter()
         before = self._checked(self._heldout_mean(self.loss), 0)
         per_epoch = math.ceil(len(self.trained) / self.batch_size)
         total, every = options.epochs * per_epoch, max(1, per_epoch // EVALUATIONS_PER_EPOCH)
-        parameters = self.layer.parameters()
-        optimizer = torch.optim.AdamW(parameters, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer = torch.optim.AdamW(self.layer.parameters(), lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, total))
         # The order must not depend on which blocks were trained before.
         generator = torch.Generator().manual_seed(options.seed * 10_007 + self.index)
@@ -251,9 +207,18 @@ class BlockTrainer:
                     value = self._checked(self._heldout_mean(self.loss), step)
                     curve.append((step, value))
                     if value < best:
-                        best, best_step, best_weights = value, step, self._stored()
+                        current = self.layer.state_dict()
+                        best, best_step = value, step
+                        best_weights = {
+                            name: current[name].detach().to(tensor.dtype, copy=True)
+                            for name, tensor in self.initial.items()
+                        }
         advance(total - step)
-        after, best_weights = self._confirmed(best_weights, before)
+        # Rounding may cost more than training won.
+        self.layer.load_state_dict({name: tensor.float() for name, tensor in best_weights.items()})
+        after = self._heldout_mean(self.loss)
+        if after >= before:
+            after, best_weights = before, self.initial
         added = self.added_part()
         return best_weights, BlockReport(
             layer=self.index,
@@ -280,24 +245,10 @@ class BlockTrainer:
             optimizer.zero_grad()
         return value
 
-    def _stored(self) -> dict[str, Tensor]:
-        """Return copies of the weights as they will be stored, rounded."""
-        current = self.layer.state_dict()
-        return {name: current[name].detach().to(old.dtype, copy=True) for name, old in self.initial.items()}
-
-    def _confirmed(self, weights: dict[str, Tensor], before: float) -> tuple[float, dict[str, Tensor]]:
-        """Return the held-out loss and the weights as stored, or the initial ones where rounding cost more than
-        training won."""
-        self.layer.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
-        after = self._heldout_mean(self.loss)
-        return (after, weights) if after < before else (before, self.initial)
-
     def _checked(self, loss: float, step: int) -> float:
         if math.isfinite(loss):
             return loss
-        advice = "check the model's weights, or compute in float32"
-        if step:
-            advice = f"take a smaller --lr (this one was {self.lr:g})"
+        advice = f"take a smaller --lr (this one was {self.lr:g})" if step else "check the model's weights"
         raise UserError(f"block {self.index}: the loss is NaN or infinite after {step} steps; {advice}")
 
 

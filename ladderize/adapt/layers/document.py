@@ -1,10 +1,11 @@
 """The document of a checkpoint whose layers were rewritten: alignment.json or distillation.json."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ladderize.adapt.layers.align import ERRORS, LayerReport
-from ladderize.adapt.layers.distill import BLOCK_ERROR, BlockReport
+from ladderize.adapt.layers.align import LayerReport, align
+from ladderize.adapt.layers.distill import BlockReport, distill
 from ladderize.adapt.methods import ALIGN, BLOCKS
 from ladderize.adapt.teacher import target_text
 from ladderize.console import code_span
@@ -13,11 +14,42 @@ from ladderize.eval.results import Perplexity
 from ladderize.files.records import Record
 from ladderize.layout import format_ranges
 
-FILES = {ALIGN: ALIGNMENT, BLOCKS: DISTILLATION}  # of the documents
-MEANINGS = {ALIGN: ERRORS, BLOCKS: BLOCK_ERROR}  # of the errors in reports of layers
-DONE = {
-    ALIGN: "**Alignment.** The projections of layers {} were solved anew by least squares, towards {} (`align`).",
-    BLOCKS: "**Retraining.** Layers {} were distilled block by block from {} (`blocks`).",
+
+@dataclass(frozen=True)
+class LayerMethod:
+    """A method that rewrites layers: its name in the history of a checkpoint, the file of its document, the function
+    that does a job with the method's options, the reports of its layers, and sentences on their errors, on what was
+    done, and on what else to try."""
+
+    noun: str
+    file: str
+    run: Callable[..., None]
+    report: type[LayerReport] | type[BlockReport]
+    errors: str
+    done: str
+    advice: str
+
+
+METHODS = {
+    ALIGN: LayerMethod(
+        "alignment",
+        ALIGNMENT,
+        align,
+        LayerReport,
+        "errors: squared, on held-out tokens, in % of the squared values aimed at; reads: q, k, v; gate, up. writes: o;"
+        " down; they aim at the dense model's stream",
+        "**Alignment.** The projections of layers {} were solved anew by least squares, towards {} (`align`).",
+        "align on more data, or on data like those that the model is for",
+    ),
+    BLOCKS: LayerMethod(
+        "distillation",
+        DISTILLATION,
+        distill,
+        BlockReport,
+        "block error: error of the block's output on held-out windows, as % of what the dense block adds",
+        "**Retraining.** Layers {} were distilled block by block from {} (`blocks`).",
+        "train with a lower --lr or on other data",
+    ),
 }
 
 
@@ -43,12 +75,7 @@ class SpdBlock(Record):
 
 @dataclass(frozen=True)
 class LayersDocument(Record):
-    """The content of alignment.json and distillation.json; docs/files.md explains the keys.
-
-    heldout_perplexity: dense, before and after.
-    heldout_divergence: before and after, nats per token.
-    spd: all blocks, where ``ladderize spd`` made the layout.
-    """
+    """The content of alignment.json and distillation.json; docs/files.md explains the keys."""
 
     LEFT_OUT: ClassVar = ("spd",)
 
@@ -90,7 +117,7 @@ class LayersDocument(Record):
         layers = format_ranges([report.layer for report in self.layers])
         steps = ", ".join(f"{value.perplexity:.4f} ({name})" for name, value in self.heldout_perplexity.items())
         return (
-            f"{DONE[self.method].format(layers, code_span(self.teacher))}\n\n"
+            f"{METHODS[self.method].done.format(layers, code_span(self.teacher))}\n\n"
             f"**Measured.** Perplexity on {self.data.heldout} held-out windows of {self.data.seq_len} tokens of"
             f" {code_span(self.data.file)}: {steps}."
         )

@@ -13,41 +13,25 @@ from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks
 from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import locate_tensors, read_tensor
-from ladderize.console import Console
+from ladderize.console import SILENT, Console
 from ladderize.convert.assignment import RankAssignment
 from ladderize.errors import UserError
 from ladderize.files.parsing import parse_json
 from ladderize.files.records import OwnRecord, Record
 from ladderize.files.temporaries import fsync
-from ladderize.files.unfinished import Unfinished
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 
-LAYERS_COMMAND = "adapt --method align or blocks, or spd"
 LayerWeights = Callable[[int], Mapping[str, Tensor]]  # of a layer, by their names within it
 
 
 def assigned_weights(
     blocks: Blocks, assignment: RankAssignment | None, layer: int, *, as_stored: bool = False
 ) -> dict[str, Tensor]:
-    """Return a layer's weights with heads and neurons where the assignment puts them; None: where they lie.
-
-    as_stored: each in the dtype that it is stored in.
-    """
+    """Return a layer's weights, maybe in the dtypes that they are stored in, with heads and neurons where the
+    assignment puts them."""
     weights = blocks.weights(layer, as_stored=as_stored)
     return weights if assignment is None else assignment.permuted(layer, weights, blocks.config)
-
-
-@dataclass(frozen=True)
-class StudentBlocks:
-    """The layers of a model of ``layout`` that are to be rewritten.
-
-    weights: returns the initial weights of a layer, each in the dtype that it is stored in.
-    """
-
-    layout: Layout
-    layers: tuple[int, ...]
-    weights: LayerWeights
 
 
 class LayerFiles:
@@ -63,10 +47,7 @@ class LayerFiles:
         return self.path(layer).is_file()
 
     def save(self, layer: int, weights: Mapping[str, Tensor], report: Record) -> None:
-        """Save a layer, whole or not at all: it is written under another name, then renamed.
-
-        Raises UserError where it cannot be written.
-        """
+        """Save a layer, whole or not at all: it is written under another name, then renamed."""
         temporary = self.path(layer).with_suffix(".part")
         tensors = {f"model.layers.{layer}.{name}": tensor.contiguous().cpu() for name, tensor in weights.items()}
         try:
@@ -87,37 +68,28 @@ class LayerFiles:
         infos = read_header(self.folder, self.path(layer).name)
         return {name.removeprefix(prefix): read_tensor(self.folder, info) for name, info in infos.items()}
 
-    def loaded(self, layer: int, blocks: Blocks) -> dict[str, Tensor]:
-        """Return a layer's weights on the device and in the dtype of ``blocks``."""
-        return {name: tensor.to(blocks.device, blocks.dtype) for name, tensor in self.weights(layer).items()}
-
     def tensors(self, layers: Sequence[int]) -> dict[str, TensorInfo]:
         """Return the place of every tensor of these layers, for the converter."""
         return {name: info for layer in layers for name, info in locate_tensors(self.path(layer)).items()}
 
 
-class LayerFolder(Unfinished):
-    """Finished layers, and what ``ladderize spd`` measures before."""
-
-    @property
-    def files(self) -> LayerFiles:
-        return LayerFiles(self.folder)
-
-
 @dataclass(frozen=True)
 class LayerJob:
-    """The work of a method, which rewrites every layer of ``student`` that ``files`` do not hold yet.
-
-    teacher, converted: the dense and the converted model, in the dtype of the computation.
-    student: the layers to rewrite, with weights as stored.
-    dense_weights: returns the dense model's stored weights of a layer, in the student's order.
-    """
+    """The work of a method, which rewrites ``layers`` of a converted model that are not among the files yet, for
+    ``layout``. Both models compute in one dtype; weights come as stored, in the same order of heads and neurons."""
 
     teacher: Blocks
     converted: Blocks
-    student: StudentBlocks
+    layout: Layout
+    layers: tuple[int, ...]
+    weights: LayerWeights
     dense_weights: LayerWeights
     windows: Windows
-    files: LayerFiles
     ranks: Ranks
-    console: Console
+    files: LayerFiles | None = None
+    console: Console = SILENT
+
+    def finished(self) -> list[int]:
+        """Return the layers that an earlier run has rewritten, the same on all ranks."""
+        files = self.files
+        return self.ranks.broadcast([layer for layer in self.layers if files is not None and files.has(layer)])

@@ -1,11 +1,5 @@
-"""The likelihood of windows under layouts of a dense model: as converted, or as ``ladderize adapt --method align``
-would leave each.
+"""The likelihood of windows under layouts of a dense model: as converted, or after alignment."""
 
-As converted, the weights are in memory once, and each layout branches off one dense pass. Aligned, every layout has
-weights of its own: a layer is solved, the windows that are scored pass through it, and it is forgotten.
-"""
-
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 
@@ -13,12 +7,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.layers.align import LayerReport, aligned_layers, layer_passes, warn_of_few, with_random
-from ladderize.adapt.layers.align_layer import Streams, located, place_of_states, readers_of, states_bytes
-from ladderize.adapt.layers.layer_files import StudentBlocks
+from ladderize.adapt.layers.align import (
+    COMMON,
+    SOLVED,
+    aligned_layer,
+    aligned_layers,
+    layer_passes,
+    warn_of_few,
+    with_random,
+)
+from ladderize.adapt.layers.align_layer import Streams, device_of_states, located, readers_of
+from ladderize.adapt.layers.layer_files import LayerJob
 from ladderize.adapt.layers.options import layers_to_align
 from ladderize.adapt.layers.windows import Windows
-from ladderize.blocks import Blocks, State, check_finite, complete, window_nlls
+from ladderize.blocks import Blocks, State, check_finite, complete, to_device, window_nlls
 from ladderize.checkpoint.config import parameter_count
 from ladderize.console import Console, human_bytes
 from ladderize.layout import BLOCKING, Layout
@@ -33,46 +35,86 @@ def usual_batch(windows: np.ndarray) -> int:
     return min(max(1, TOKENS_PER_PASS // windows.shape[1]), len(windows))
 
 
-# ---- as converted ----
+def first_changed(layout: Layout) -> int:
+    """Return the first layer with a sync point that is not blocking; the number of layers where there is none."""
+    modes = zip(layout.attention_sync, layout.mlp_sync, strict=True)
+    return next((layer for layer, both in enumerate(modes) if both != (BLOCKING, BLOCKING)), layout.num_layers)
 
 
-class ConvertedLayouts:
-    """Scores layouts of the dense model of ``blocks``, whose weights it holds in memory."""
+class LayoutScores:
+    """Scores layouts of a dense model, whose weights are in memory. A layout branches off the dense model's states at
+    its first layer with a mode that is not blocking; these move on from layer to layer, so layouts are scored in the
+    order of these layers. With windows ``to_align`` the converted layers of each layout, and no others, are solved
+    before."""
 
-    def __init__(self, blocks: Blocks, layouts: Sequence[Layout]) -> None:
-        self.blocks, self.layouts = blocks, list(layouts)
-        self.weights = [blocks.weights(index) for index in range(blocks.num_layers)]
-        self.dense = Layout.dense(blocks.num_layers)
+    def __init__(
+        self, blocks: Blocks, scored: np.ndarray, ranks: Ranks, to_align: Windows | None = None, readers: int = 1
+    ) -> None:
+        self.blocks, self.dense = blocks, Layout.dense(blocks.num_layers)
+        self.weights = [blocks.weights(layer) for layer in range(blocks.num_layers)]
         self.built: dict[tuple[int, str, str, str, int | None], torch.nn.Module] = {}
+        self.ids = torch.from_numpy(scored).split(usual_batch(scored))
+        self.states: list[State] = []
+        self.device = device_of_states(scored.size * blocks.config["hidden_size"] * blocks.dtype.itemsize, ranks)
+        self.layer = 0  # that the states enter
+        self.streams = None
+        if to_align is not None:
+            teacher = aligning(blocks)
+            windows = with_random(to_align, blocks.config)
+            self.streams = Streams(teacher, windows, Ranks(0, 1, blocks.device), readers)
+            self.streams.embed(teacher, teacher)
 
-    @property
-    def passes(self) -> int:
-        """The number of layers that a window passes through."""
-        return self.blocks.num_layers + sum(self.blocks.num_layers - first_changed(layout) for layout in self.layouts)
+    def passes(self, layout: Layout) -> int:
+        """The layers that windows pass through to score a layout."""
+        solving = 0 if self.streams is None else COMMON + SOLVED * len(layout.converted_layers)
+        return self.blocks.num_layers - first_changed(layout) + solving
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor, advance: Callable[[int], None] = lambda n: None) -> np.ndarray:
-        """Return the summed negative log-likelihoods of ids [batch, tokens] in nats: float64 [batch, layouts].
-
-        A layout branches off one dense pass at its first layer with a mode that is not blocking.
-
-        advance: is called with the windows' passes through layers.
-        """
-        state: State = self.blocks.embed(ids)
-        nlls = [torch.empty(0)] * len(self.layouts)
-        for index in range(self.blocks.num_layers + 1):
-            for number, layout in enumerate(self.layouts):
-                if first_changed(layout) == index:
-                    branch = state
-                    for later in range(index, self.blocks.num_layers):
-                        branch = self.blocks.run(self._layer(later, layout), branch)
-                    nlls[number] = self.blocks.nll(complete(branch), ids)
-                    advance((self.blocks.num_layers - index) * len(ids))
-            if index < self.blocks.num_layers:
-                state = self.blocks.run(self._layer(index, self.dense), state)
-                advance(len(ids))
+    def __call__(self, layout: Layout, advance: Callable[[int], None] = lambda n: None) -> list[float]:
+        """Return the summed negative log-likelihood of each window in nats; ``advance`` is called with ``passes``.
+        Raises UserError for a result that is NaN or infinite."""
+        if not self.states:
+            self.states = [to_device(self.blocks.embed(ids), self.device) for ids in self.ids]
+        first, count = first_changed(layout), self.blocks.num_layers
+        while self.layer < first:
+            self._move_on()
+        layers = [self._layer(layer, layout) for layer in range(first, count)]
+        if self.streams is not None:
+            for index, aligned in self._aligned(self.streams, first, layout):
+                layers[index - first] = aligned
+        nlls = []
+        for ids, entering in zip(self.ids, self.states, strict=True):
+            state = to_device(entering, self.blocks.device)
+            for layer in layers:
+                state = self.blocks.run(layer, state)
+            nlls.append(self.blocks.nll(complete(state), ids))
+        advance(self.passes(layout))
         # Copied to the host once, at the end: each copy waits for all the device's work before it.
-        return torch.stack(nlls, 1).cpu().numpy()
+        nll = torch.cat(nlls).cpu()
+        check_finite(float(nll.sum()), f"the log-likelihood of {self.blocks.checkpoint.folder} as {layout}")
+        return nll.tolist()
+
+    def _move_on(self) -> None:
+        layer = self._layer(self.layer, self.dense)
+        for number, state in enumerate(self.states):
+            self.states[number] = to_device(self.blocks.run(layer, to_device(state, self.blocks.device)), self.device)
+        if self.streams is not None:
+            stored = self.blocks.weights(self.layer, as_stored=True)
+            aligned_layer(self.streams, self.layer, self.dense, stored, stored, solve=False)
+        self.layer += 1
+
+    def _aligned(self, streams: Streams, first: int, layout: Layout) -> Iterator[tuple[int, torch.nn.Module]]:
+        """Yield the converted layers of a layout with solved projections; the streams end where they began."""
+        entering, converted = streams.states["dense"].clone(), layout.converted_layers
+        for index in range(first, max(converted, default=-1) + 1):
+            stored, solve = self.blocks.weights(index, as_stored=True), index in converted
+            leave = index != converted[-1]
+            made, _ = aligned_layer(streams, index, layout, stored, stored, solve=solve, leave=leave)
+            if solve:
+                loaded = {name: tensor.to(self.blocks.dtype) for name, tensor in made.items()}
+                yield index, self.blocks.layer(index, layout, loaded)
+        streams.states["dense"].copy_(entering)
+        streams.is_common = True
 
     def _layer(self, index: int, layout: Layout) -> torch.nn.Module:
         key = index, layout.entering(index), layout.attention_sync[index], layout.mlp_sync[index], layout.sync_tp_size
@@ -81,134 +123,92 @@ class ConvertedLayouts:
         return self.built[key]
 
 
-def first_changed(layout: Layout) -> int:
-    """Return the first layer with a sync point that is not blocking; the number of layers where there is none."""
-    modes = zip(layout.attention_sync, layout.mlp_sync, strict=True)
-    return next((layer for layer, both in enumerate(modes) if both != (BLOCKING, BLOCKING)), layout.num_layers)
+def aligning(blocks: Blocks) -> Blocks:
+    """Return the blocks in a dtype to align in: float16 has too small a range, and adapt does the same."""
+    return Blocks(blocks.checkpoint, torch.bfloat16, blocks.device) if blocks.dtype == torch.float16 else blocks
 
 
 def score_layouts(
     blocks: Blocks,
     layouts: Sequence[Layout],
-    windows: np.ndarray,
+    scored: np.ndarray,
+    *,
+    to_align: Windows | None,
+    measured: Mapping[str, list[float]],
+    keep: Callable[[Mapping[str, list[float]]], None],
     ranks: Ranks,
     console: Console,
 ) -> np.ndarray:
-    """Return the summed negative log-likelihood of each window under each layout, in nats: [windows, layouts].
-
-    All ranks return the same.
-
-    windows: ids [windows, tokens], which the ranks share.
-    Raises UserError where memory is too small, or a result is NaN or infinite.
-    """
-    batch_size = min(usual_batch(windows), math.ceil(len(windows) / ranks.size))
+    """Return the summed negative log-likelihood of each window under each layout, in nats: [windows, layouts]. Ranks
+    share the layouts, and all return the same. ``measured`` are rows of windows, by layout, from before; ``keep`` is
+    given all rows after each round. Raises UserError where memory is too small, or a result is NaN or infinite."""
+    nlls = dict(measured)
+    left = {str(layout): layout for layout in layouts if str(layout) not in nlls}
+    models = sorted(left.values(), key=first_changed)
+    if measured:
+        console.note(f"{len(measured)} models were measured before")
     weights = parameter_count(blocks.config) * blocks.dtype.itemsize
-    what, advice = "measuring sensitivity with all weights in memory", "choose a machine with more"
-    check_room(weights, blocks.device, what, advice, processes=ranks.local_size)
+    purpose, advice = "measuring sensitivity with all weights in memory", "choose a machine with more"
+    check_room(weights, blocks.device, purpose, advice, processes=ranks.local_size)
     ranks.barrier()  # Memory that one process loads is not free for another that still checks.
     with console.stage("loading the weights"):
-        score = ConvertedLayouts(blocks, layouts)
+        score = LayoutScores(blocks, scored, ranks, to_align, max(map(readers_of, layouts)))
     console.note(
-        f"{len(windows)} windows of {windows.shape[1]} tokens, {len(layouts):,} models, on {ranks.words};"
+        f"{len(scored)} windows of {scored.shape[1]} tokens, {len(models):,} models, on {ranks.words};"
         f" {human_bytes(weights)} of weights in memory{' of each' if ranks.size > 1 else ''}"
     )
-    table = np.empty((len(windows), len(layouts)))
-    with console.progress("sensitivity", len(windows) * score.passes) as advance:
-        batches = np.split(np.arange(len(windows)), range(batch_size, len(windows), batch_size))
-        for scored in ranks.shared_out(batches, lambda rows: (rows, score(torch.from_numpy(windows[rows]), advance))):
-            for rows, values in scored:
-                check_finite(float(values.sum()), f"the log-likelihood under {blocks.checkpoint.folder}")
-                table[rows] = values
-            advance(score.passes * sum(len(rows) for rows, _ in scored[1:]))  # rank 0 has counted its own
-    return table
-
-
-# ---- after alignment ----
+    if to_align is not None and score.streams is not None:
+        console.note(
+            f"each changed layer is aligned on {to_align.train.numel():,} tokens ({len(to_align.train)} windows,"
+            f" {len(to_align.heldout)} held out), with states {located(score.streams.device)}"
+        )
+        warn_of_few(to_align.train.numel(), blocks.config, console)
+    with console.progress("sensitivity, layers that the windows pass", sum(map(score.passes, models))) as advance:
+        for rows in ranks.shared_out(models, lambda layout: (layout, score(layout, advance))):
+            nlls.update((str(layout), row) for layout, row in rows)
+            advance(sum(score.passes(layout) for layout, _ in rows[1:]))  # rank 0 has counted its first
+            keep(nlls)
+    return np.array([nlls[str(layout)] for layout in layouts]).T
 
 
 class AlignedLayouts:
-    """Scores layouts of the dense model of ``blocks`` after alignment on ``windows``. A dense layout is scored as it
-    is."""
+    """Scores layouts of a dense model as ``ladderize adapt --method align`` leaves them: every layer from the first
+    converted one on is solved on ``windows``, the scored windows pass through it, and it is forgotten. A dense layout
+    is scored as it is."""
 
     def __init__(self, blocks: Blocks, windows: Windows) -> None:
-        checkpoint = blocks.checkpoint
-        self.blocks, self.windows = blocks, windows
-        self.all_windows = with_random(windows, checkpoint.config)
-        # float16 has too small a range to align in; adapt does the same
-        half = blocks.dtype == torch.float16
-        self.teacher = Blocks(checkpoint, torch.bfloat16, blocks.device) if half else blocks
+        self.blocks, self.windows, self.teacher = blocks, windows, aligning(blocks)
         self.weights = lru_cache(maxsize=1)(partial(blocks.weights, as_stored=True))
         self.ranks = Ranks(0, 1, blocks.device)
 
     def __call__(self, layout: Layout, scored: Tensor, advance: Callable[[int], None] = lambda n: None) -> np.ndarray:
-        """Return the summed negative log-likelihood of each window in nats: float64 [windows].
-
-        scored: ids [windows, tokens].
-        advance: is called with the ``layer_passes`` of each layer.
-        Raises UserError for a result that is NaN or infinite.
-        """
-        made: Iterator[tuple[dict[str, Tensor], LayerReport]] | None = None
-        if not layout.is_dense:
-            streams = Streams(self.teacher, self.all_windows, self.ranks, readers_of(layout))
-            student = StudentBlocks(layout, layers_to_align(layout), self.weights)
-            made = aligned_layers(self.teacher, self.teacher, self.weights, student, streams)
-            passes = layer_passes(layout, student.layers)
+        """Return the summed negative log-likelihood of each window of ``scored`` ids [windows, tokens] in nats: float64
+        [windows]; ``advance`` is called with the passes through each layer. Raises UserError for a result that is NaN
+        or infinite."""
+        layers = () if layout.is_dense else layers_to_align(layout)
+        passes = layer_passes(layout, layers)
+        weights = self._aligned(layout, layers) if layers else map(self.weights, range(layout.num_layers))
 
         def layer_at(index: int) -> torch.nn.Module:
-            weights: Mapping[str, Tensor] = self.weights(index)
-            if made is not None:
-                weights, _ = next(made)
-                advance(passes[index])
-            loaded = {name: tensor.to(self.blocks.dtype) for name, tensor in weights.items()}
+            loaded = {name: tensor.to(self.blocks.dtype) for name, tensor in next(weights).items()}
+            advance(passes[index])
             return self.blocks.layer(index, layout, loaded)
 
         nll = window_nlls(self.blocks, layer_at, scored, batch_size=usual_batch(scored.numpy()))
         check_finite(float(nll.sum()), f"the log-likelihood of {self.blocks.checkpoint.folder} as {layout}")
         return nll.numpy()
 
+    def _aligned(self, layout: Layout, layers: tuple[int, ...]) -> Iterator[Mapping[str, Tensor]]:
+        windows = with_random(self.windows, self.blocks.config)
+        streams = Streams(self.teacher, windows, self.ranks, readers_of(layout))
+        same = self.teacher, self.teacher, layout, layers, self.weights, self.weights
+        for made, _ in aligned_layers(LayerJob(*same, windows, self.ranks), streams):
+            yield made
+
 
 def passes_of(layouts: Sequence[Layout]) -> int:
-    """Return the sum of ``layer_passes`` of all layouts; a dense one has none."""
-    return sum(sum(layer_passes(layout, layers_to_align(layout))) for layout in layouts if not layout.is_dense)
-
-
-def score_aligned(
-    aligned: AlignedLayouts,
-    layouts: Sequence[Layout],
-    scored: np.ndarray,
-    *,
-    known: Mapping[str, list[float]],
-    keep: Callable[[Mapping[str, list[float]]], None],
-    ranks: Ranks,
-    console: Console,
-) -> np.ndarray:
-    """Return the summed negative log-likelihood of each window under each layout, in nats: [windows, layouts].
-
-    Layouts with the least work come first, so that ranks work on equally long ones side by side. All ranks return the
-    same.
-
-    known: rows of windows, by layout, that were measured before.
-    keep: is given all rows after each round.
-    Raises UserError where memory is too small, or a result is NaN or infinite.
-    """
-    nlls, windows = dict(known), aligned.windows
-    left = {str(layout): layout for layout in layouts if str(layout) not in nlls}
-    models = sorted(left.values(), key=lambda layout: passes_of([layout]))
-    if known:
-        console.note(f"{len(known)} models were measured before")
-    readers = max(map(readers_of, models), default=1)
-    states = states_bytes(aligned.teacher, aligned.all_windows, aligned.ranks, readers)
-    place = place_of_states(states, ranks)
-    console.note(
-        f"{len(models):,} models on {len(scored)} windows of {scored.shape[1]} tokens; changed ones are aligned on"
-        f" {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out), on"
-        f" {ranks.words}; {human_bytes(states)} of states {located(place)}{' of each' if ranks.size > 1 else ''}"
-    )
-    warn_of_few(windows.train.numel(), aligned.blocks.config, console)
-    ids = torch.from_numpy(scored)
-    with console.progress("sensitivity, passes over the windows", passes_of(models)) as advance:
-        for done in ranks.shared_out(models, lambda layout: (layout, aligned(layout, ids, advance).tolist())):
-            nlls.update((str(layout), row) for layout, row in done)
-            advance(passes_of([layout for layout, _ in done[1:]]))  # rank 0 has counted its own
-            keep(nlls)
-    return np.array([nlls[str(layout)] for layout in layouts]).T
+    """Return the sum of the passes through all layers of ``AlignedLayouts``."""
+    total = 0
+    for layout in layouts:
+        total += sum(layer_passes(layout, () if layout.is_dense else layers_to_align(layout)))
+    return total

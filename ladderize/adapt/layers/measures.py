@@ -63,16 +63,16 @@ def heldout_measures(
                 if reference is not None:
                     sums.append(blocks.divergence(dense, reference[number].to(blocks.device), stream).cpu())
                     advance(2 * logits * len(batch))
-            nll, total = (in_order(ranks.gather(values)) for values in (nlls, sums))
-            perplexities[name] = perplexity_from_nlls(nll.numpy(), list(ids.numpy()))
+            perplexities[name] = perplexity_from_nlls(in_order(ranks.gather(nlls)).numpy(), list(ids.numpy()))
+            total = float(in_order(ranks.gather(sums)).sum())
             if reference is None:
                 reference = streams
             else:
-                divergences[name] = float(total.sum()) / ids[:, 1:].numel()
+                divergences[name] = total / ids[:, 1:].numel()
     return perplexities, divergences
 
 
-def in_order(parts: list[list[torch.Tensor]]) -> torch.Tensor:
+def in_order(values: list[list[torch.Tensor]]) -> torch.Tensor:
     """Return the values of all batches in order, from ranks that each had every size-th batch."""
-    values = [value for values in itertools.zip_longest(*parts) for value in values if value is not None]
-    return torch.cat(values) if values else torch.empty(0)
+    batches = [batch for rounds in itertools.zip_longest(*values) for batch in rounds if batch is not None]
+    return torch.cat(batches) if batches else torch.empty(0)

@@ -1,7 +1,7 @@
 """The frame of methods that rewrite a checkpoint layer by layer: from models and data to a new checkpoint with its
-document. ``align`` and ``distill`` make the layers; a killed run resumes after the last finished one."""
+document. A killed run resumes after the last finished layer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,53 +9,44 @@ from typing import Any
 
 import torch
 
-from ladderize.adapt.data.sources import source_sha256
-from ladderize.adapt.data_files import data_files
-from ladderize.adapt.layers.align import LayerReport, align
-from ladderize.adapt.layers.distill import BlockReport, distill
-from ladderize.adapt.layers.document import FILES, LayersDocument, SpdBlock, WindowData
-from ladderize.adapt.layers.layer_files import LAYERS_COMMAND, LayerFolder, LayerJob, StudentBlocks, assigned_weights
+from ladderize.adapt.layers.document import METHODS, LayerMethod, LayersDocument, SpdBlock, WindowData
+from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, assigned_weights
 from ladderize.adapt.layers.measures import Contender, heldout_measures
-from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions, WindowOptions, layers_to_rewrite
+from ladderize.adapt.layers.options import WindowOptions, layers_to_rewrite
 from ladderize.adapt.layers.windows import Windows, training_windows
-from ladderize.adapt.methods import ALIGN, BLOCKS
 from ladderize.adapt.teacher import check_improved, check_pair, check_related
-from ladderize.blocks import Blocks, compute_dtype, open_checkpoint
+from ladderize.blocks import Blocks, compute_dtype
 from ladderize.checkpoint.config import stored_dtype
-from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console, to_json
 from ladderize.convert.assignment import RankAssignment, assignment_of
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
+from ladderize.data.files import data_files, source_sha256
 from ladderize.errors import UserError
+from ladderize.eval.results import Perplexity
 from ladderize.files import output
 from ladderize.files.documents import read_own
 from ladderize.files.regular import resolved
-from ladderize.files.unfinished import RUN_SHA256, is_written_by, run_digest, tidy, work_folder
+from ladderize.files.unfinished import RUN_SHA256, Unfinished, is_written_by, run_digest, tidy, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
 
-ADVICE_AFTER = {
-    ALIGN: "align on more data, or on data like those that the model is for",
-    BLOCKS: "train with a lower --lr or on other data",
-}
+COMMAND = "adapt --method align or blocks, or spd"  # whose unfinished work lies beside OUT
 
 
 @dataclass(frozen=True)
 class LayerTask:
-    """A run that rewrites layers of ``model`` after the dense ``teacher``, checked, and its data.
-
-    source, dense: their checkpoints.
-    options: of the method.
-    """
+    """A run that rewrites layers of ``model`` after the dense ``teacher``, both opened and checked, with its data and
+    the method's options."""
 
     model: str
     teacher: str
     out: str
-    source: Checkpoint
-    dense: Checkpoint
+    converted: Blocks
+    dense: Blocks
     windows: Windows
     data: WindowData
     options: WindowOptions
@@ -66,46 +57,36 @@ class LayerTask:
     revision: str | None
 
     @property
-    def method(self) -> str:
-        return ALIGN if isinstance(self.options, AlignOptions) else BLOCKS
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return compute_dtype(self.options.dtype, stored_dtype(self.dense))
+    def method(self) -> LayerMethod:
+        return METHODS[self.options.method]
 
     def about(self) -> dict[str, Any]:
         """Return what decides the result besides the models and the layers."""
-        options: dict[str, Any] = {"seed": self.options.seed}
-        if isinstance(self.options, BlockwiseOptions):
-            options |= {"epochs": self.options.epochs, "lr": self.options.lr}
-        return {"data": self.data.to_dict(), "options": options, "dtype": str(self.dtype).removeprefix("torch.")}
+        dtype = str(self.dense.dtype).removeprefix("torch.")
+        return {"data": self.data.to_dict(), "options": self.options.recorded(), "dtype": dtype}
 
     def fingerprints(self) -> dict[str, str]:
-        return {"model": fingerprint(self.source), "teacher": fingerprint(self.dense)}
+        return {"model": fingerprint(self.converted.checkpoint), "teacher": fingerprint(self.dense.checkpoint)}
 
-    def open_work(self, identity: Mapping[str, Any]) -> LayerFolder | None:
-        """Return the folder of finished work; None where an earlier run of the same command already wrote OUT.
-
-        identity: everything that decides the result.
-        Raises UserError where the folder holds work of another run, or OUT may not be written.
-        """
-        out, folder = resolved(self.out), work_folder(self.out)
+    def once(self, identity: Mapping[str, Any], make: Callable[[Path], LayersDocument | None]) -> LayersDocument | None:
+        """Return what ``make`` returns of a folder for unfinished work, or the document of the run with this identity
+        that wrote OUT before; None on other ranks than 0. Raises UserError where the folder holds work of another run,
+        or OUT may not be written."""
+        out, folder, file = resolved(self.out), work_folder(self.out), self.method.file
         if self.ranks.is_main:
             output.clean_up(out)  # a killed swap may have set OUT aside
-        earlier = self.ranks.broadcast({} if self.overwrite else read_own(out / FILES[self.method]))
+        earlier = self.ranks.broadcast({} if self.overwrite else read_own(out / file))
         if is_written_by(earlier, out, run_digest(identity)):
-            if self.ranks.is_main:
-                tidy(folder, LAYERS_COMMAND, identity, out, self.console)
-            return None
-        for source in (self.source, self.dense):
-            output.check_target(Path(self.out), source.folder, overwrite=self.overwrite)
+            if not self.ranks.is_main:
+                return None
+            tidy(folder, COMMAND, identity, out, self.console)
+            return LayersDocument.from_dict(earlier, file)
+        for source in (self.converted, self.dense):
+            output.check_target(Path(self.out), source.checkpoint.folder, overwrite=self.overwrite)
         with self.ranks.main_first():
-            return LayerFolder(folder, LAYERS_COMMAND, identity, main=self.ranks.is_main, console=self.console)
-
-    def written(self) -> LayersDocument | None:
-        """Return the document of the earlier run that wrote OUT; None on other ranks than 0."""
-        file = FILES[self.method]
-        return LayersDocument.from_dict(read_own(resolved(self.out) / file), file) if self.ranks.is_main else None
+            unfinished = Unfinished(folder, COMMAND, identity, main=self.ranks.is_main, console=self.console)
+        with unfinished as work:
+            return make(work.folder)
 
 
 def open_layer_task(
@@ -119,63 +100,55 @@ def open_layer_task(
     verify: bool,
     revision: str | None,
 ) -> LayerTask:
-    """Return the task with its data read. All ranks call it.
-
-    Raises UserError for models that are not a pair, and for an OUT that may not be written.
-    """
+    """Return the task with its data read. All ranks call it. Raises UserError for models that are not a pair, and for
+    an OUT that may not be written."""
     data_files(options.data)  # raises UserError where they are missing
     ranks = join_ranks(options.device)
     source, dense = open_checkpoint(model, revision), open_checkpoint(teacher, revision if teacher == model else None)
     check_pair(source, dense, model, teacher)
     check_related(source, dense, model, teacher)
-    if overwrite or not any(RUN_SHA256 in read_own(resolved(out) / file) for file in FILES.values()):
+    if overwrite or not any(RUN_SHA256 in read_own(resolved(out) / method.file) for method in METHODS.values()):
         for checkpoint in (source, dense):
             output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
     with console.stage("reading the data"):
         windows = training_windows(dense, options, console)
-    sizes = len(windows.train), len(windows.heldout), windows.train.shape[1]
-    data = WindowData(options.data, source_sha256(options.data), *sizes)
-    how = overwrite, verify, revision
-    return LayerTask(model, teacher, out, source, dense, windows, data, options, ranks, console, *how)
+    dtype = compute_dtype(options.dtype, stored_dtype(dense))
+    converted, teacher_blocks = Blocks(source, dtype, ranks.device), Blocks(dense, dtype, ranks.device)
+    data = WindowData(options.data, source_sha256(options.data), *windows.sizes)
+    models = model, teacher, out, converted, teacher_blocks
+    return LayerTask(*models, windows, data, options, ranks, console, overwrite, verify, revision)
 
 
 def adapt_layers(
     model: str | Path,
     out: str | Path,
     dense: str | Path,
-    options: AlignOptions | BlockwiseOptions,
+    options: WindowOptions,
     *,
     overwrite: bool = False,
     verify: bool = True,
     revision: str | None = None,
     console: Console = SILENT,
 ) -> LayersDocument | None:
-    """Rewrite ``model``'s layers after the dense model that it was converted from, and write ``out``.
-
-    Returns the document; None on other ranks than 0. Several processes (accelerate launch, torchrun) share the work;
-    rank 0 writes. A killed run resumes.
-
-    options: AlignOptions solve projections by least squares, BlockwiseOptions distil each block.
-    """
+    """Rewrite ``model``'s layers after the dense model that it was converted from, and write ``out``: AlignOptions
+    solve projections by least squares, BlockwiseOptions distil each block. Returns the document; None on other ranks
+    than 0. Several processes (accelerate launch, torchrun) share the work; rank 0 writes. A killed run resumes."""
     layout = Layout.from_config(open_checkpoint(str(model), revision).config)
     if layout.is_dense:
         raise UserError(f"{model} is dense; there is nothing to distil; convert it first")
     layers = layers_to_rewrite(options, layout)  # faults of the layers and of OUT are told before the data are read
-    how: dict[str, Any] = {"overwrite": overwrite, "verify": verify, "revision": revision}
-    task = open_layer_task(str(model), str(out), str(dense), options, console, **how)
+    task = open_layer_task(
+        str(model), str(out), str(dense), options, console, overwrite=overwrite, verify=verify, revision=revision
+    )
     # a fingerprint tells no layout, and the data's not which rows are read
-    what = {"method": task.method, "layout": str(layout), "layers": list(layers), "spare": options.spare}
-    identity = {**what, **task.fingerprints(), **task.about()}
-    opened = task.open_work(identity)
-    if opened is None:
-        return task.written()
-    with opened as work:
-        return rewrite_layers(task, work, layout, layers, identity)
+    target = {"method": options.method, "layout": str(layout), "layers": list(layers), "spare": options.spare}
+    identity = {**target, **task.fingerprints(), **task.about()}
+    return task.once(identity, lambda folder: rewrite_layers(task, LayerFiles(folder), layout, layers, identity))
 
 
 def rewrite_layers(
     task: LayerTask,
-    work: LayerFolder,
+    files: LayerFiles,
     layout: Layout,
     layers: tuple[int, ...],
     identity: Mapping[str, Any],
@@ -184,49 +157,29 @@ def rewrite_layers(
     blocks: list[SpdBlock] | None = None,
     extra_files: Mapping[str, str] | None = None,
 ) -> LayersDocument | None:
-    """Rewrite layers, measure the model on held-out windows, write OUT and remove the work.
-
-    Returns the document; None on other ranks than 0. All ranks call it.
-
-    layout: of the result.
-    identity: that the work was opened with.
-    assignment: of heads and neurons to ranks, which they are moved to; None: they stay.
-    blocks, extra_files: for the document and for OUT.
-    """
-    options, ranks, console = task.options, task.ranks, task.console
-    teacher, converted = (Blocks(each, task.dtype, ranks.device) for each in (task.dense, task.source))
-    student = StudentBlocks(layout, layers, partial(assigned_weights, converted, assignment, as_stored=True))
-    students = assignment_of(task.source) if assignment is None else assignment
-    dense_weights = partial(assigned_weights, teacher, students, as_stored=True)
-    job = LayerJob(teacher, converted, student, dense_weights, task.windows, work.files, ranks, console)
-    if isinstance(options, BlockwiseOptions):
-        distill(job, options)
-    else:
-        align(job, options.seed)
-    ranks.barrier()
-    before = partial(assigned_weights, converted, assignment)
-
-    def rewritten(layer: int) -> Mapping[str, torch.Tensor]:
-        return work.files.loaded(layer, converted) if layer in layers else before(layer)
-
-    contenders = {
-        "dense": Contender(teacher, Layout.dense(layout.num_layers), teacher.weights),
-        "before": Contender(converted, layout, before),
-        "after": Contender(converted, layout, rewritten),
-    }
-    perplexity, divergence = heldout_measures(contenders, task.windows.heldout, ranks, console)
-    if not ranks.is_main:
+    """Rewrite layers for a layout, measure the model on held-out windows, and write OUT, with heads and neurons
+    assigned, further files, and what is known of SPD blocks. All ranks call it. Returns the document; None on other
+    ranks than 0."""
+    students = assignment_of(task.converted.checkpoint) if assignment is None else assignment
+    weights = partial(assigned_weights, task.converted, assignment, as_stored=True)
+    dense_weights = partial(assigned_weights, task.dense, students, as_stored=True)
+    models = task.dense, task.converted, layout, layers, weights, dense_weights
+    job = LayerJob(*models, task.windows, task.ranks, files, task.console)
+    task.method.run(job, task.options)
+    task.ranks.barrier()
+    perplexity, divergence = measured(job, assignment)
+    if not task.ranks.is_main:
         return None
-    key, kind = Path(FILES[task.method]).stem, LayerReport if task.method == ALIGN else BlockReport
-    if options.write == "best":
-        kl = divergence["before"], divergence["after"]
-        check_improved("KL", *kl, work=work.folder, advice=ADVICE_AFTER[task.method], method=key)
+    if task.options.write == "best":
+        before, after = divergence["before"], divergence["after"]
+        advice, noun = task.method.advice, task.method.noun
+        check_improved("KL", before, after, work=files.folder, advice=advice, method=noun)
     elif perplexity["after"].perplexity > perplexity["before"].perplexity:
-        console.warn(f"the held-out perplexity rose: {ADVICE_AFTER[task.method]}")
+        task.console.warn(f"the held-out perplexity rose: {task.method.advice}")
+    reports: Any = [files.report(task.method.report, layer) for layer in layers]
     about = task.about()
-    reports: Any = [work.files.report(kind, layer) for layer in layers]
     document = LayersDocument(
-        method=task.method,
+        method=task.options.method,
         model=task.model,
         teacher=task.teacher,
         out=task.out,
@@ -245,12 +198,37 @@ def rewrite_layers(
     record = {"teacher": task.teacher, "fingerprints": document.fingerprints, "layers": format_ranges(layers), **about}
     changes = Changes(
         assignment=assignment,
-        replace=work.files.tensors(layers),
-        record={key: record},
-        extra_files={**(extra_files or {}), FILES[task.method]: text},
+        replace=files.tensors(layers),
+        record={task.method.noun: record},
+        extra_files={**(extra_files or {}), task.method.file: text},
         note=document.note(),
     )
-    recipe = Recipe() if blocks is None else Recipe.from_layout(layout)
-    how: dict[str, Any] = {name: getattr(task, name) for name in ("overwrite", "verify", "revision", "console")}
-    convert_checkpoint(task.model, task.out, recipe, changes, **how)
+    convert_checkpoint(
+        task.model,
+        task.out,
+        Recipe() if blocks is None else Recipe.from_layout(layout),
+        changes,
+        overwrite=task.overwrite,
+        verify=task.verify,
+        revision=task.revision,
+        console=task.console,
+    )
     return document
+
+
+def measured(job: LayerJob, assignment: RankAssignment | None) -> tuple[dict[str, Perplexity], dict[str, float]]:
+    """Return ``heldout_measures`` of the dense model, and of the converted one before and after."""
+    before = partial(assigned_weights, job.converted, assignment)
+
+    def after(layer: int) -> Mapping[str, torch.Tensor]:
+        if job.files is None or layer not in job.layers:
+            return before(layer)
+        blocks, weights = job.converted, job.files.weights(layer)
+        return {name: tensor.to(blocks.device, blocks.dtype) for name, tensor in weights.items()}
+
+    contenders = {
+        "dense": Contender(job.teacher, Layout.dense(job.layout.num_layers), job.teacher.weights),
+        "before": Contender(job.converted, job.layout, before),
+        "after": Contender(job.converted, job.layout, after),
+    }
+    return heldout_measures(contenders, job.windows.heldout, job.ranks, job.console)

@@ -41,17 +41,14 @@ class ProjectionReport(Record):
     error_after: float
 
 
-def affine(projections: Sequence[nn.Linear], part: int = 0, parts: int = 1) -> Tensor:
-    """Return the weights, with biases as a last column where there are any, of part ``part`` of ``parts`` of each
-    projection's rows.
-
-    Projections follow one another: float32 [outputs, width].
-    """
-    blocks = []
+def affine(projections: Sequence[nn.Linear], rank: int = 0, ranks: int = 1) -> Tensor:
+    """Return the rows that one of ``ranks`` has of each projection, one after another: float32 [outputs, width], with
+    biases as a last column where there are any."""
+    rows = []
     for projection in projections:
         columns = [projection.weight] if projection.bias is None else [projection.weight, projection.bias[:, None]]
-        blocks.append(torch.cat(columns, 1).chunk(parts)[part].float())
-    return torch.cat(blocks)
+        rows.append(torch.cat(columns, 1).chunk(ranks)[rank].float())
+    return torch.cat(rows)
 
 
 def with_ones(inputs: Tensor, projection: nn.Linear) -> Tensor:
@@ -72,12 +69,9 @@ def mirrored(gram: Tensor) -> Tensor:
 
 
 class RankRows:
-    """The rows [outputs, width] that one virtual rank has of some projections, with sums of products over tokens in
-    float32.
+    """The rows W_0 [outputs, width] that one virtual rank has of some projections, with sums of products over tokens in
+    float32: sum x x^T and sum y x^T.
 
-    prior: the rows as they were.
-    gram: sum x x^T [width, width].
-    cross: sum y x^T.
     readout: targets are ``readout`` times the y that are added, as inputs of the dense model's projections; None:
     targets are the y.
     """
@@ -89,16 +83,14 @@ class RankRows:
         self.cross = torch.zeros(len(prior) if readout is None else readout.shape[1], width, device=device)
 
     def add(self, inputs: Tensor, values: Tensor) -> None:
-        """Add the products of tokens: inputs x, [tokens, width], and values y of each, float32."""
+        """Add tokens: inputs x, [tokens, width], and values y of each, float32."""
         add_gram(self.gram, inputs)
         self.cross.addmm_(values.T, inputs)
 
     def sum(self, ranks: Ranks) -> None:
         """Sum the products over all ranks, those of the dense model's inputs read out."""
-        ranks.sum(self.gram)
-        ranks.sum(self.cross)
-        self.gram = mirrored(self.gram)
-        self.cross = self.targets(self.cross.T).T
+        self.gram = mirrored(ranks.sum(self.gram))
+        self.cross = self.targets(ranks.sum(self.cross).T).T
 
     def targets(self, values: Tensor) -> Tensor:
         return values if self.readout is None else linear(values, self.readout)
@@ -114,10 +106,10 @@ class RankRows:
         if penalty <= 0 or int(failed):
             return None
         weights = torch.empty_like(self.prior)
-        parts = (each.split(OUTPUTS_AT_ONCE) for each in (weights, self.cross, self.prior))
-        for solved, part, prior in zip(*parts, strict=True):
-            right = part.double().add_(prior, alpha=penalty)
-            solved.copy_(torch.cholesky_solve(right.T, factor).T)
+        for first in range(0, len(weights), OUTPUTS_AT_ONCE):
+            rows = slice(first, first + OUTPUTS_AT_ONCE)
+            right = self.cross[rows].double().add_(self.prior[rows], alpha=penalty)
+            weights[rows] = torch.cholesky_solve(right.T, factor).T
         return weights if bool(torch.isfinite(weights).all()) else None
 
 
@@ -143,8 +135,8 @@ class HeldoutErrors:
         errors = linear(inputs, self.prior) - targets
         add_gram(self.gram, inputs)
         self.slope.addmm_(errors.T, inputs)
-        self.before += self._squares(errors.T)
-        self.power += self._squares(targets.T)
+        self.before += self._by_projection(errors.square().sum(0, dtype=torch.float64))
+        self.power += self._by_projection(targets.square().sum(0, dtype=torch.float64))
 
     def sum(self, ranks: Ranks) -> None:
         for sums in (self.gram, self.slope, self.before, self.power):
@@ -157,17 +149,14 @@ class HeldoutErrors:
         added = (change @ self.gram).add_(self.slope, alpha=2).mul_(change)
         return (self.before + self._by_projection(added.sum(1, dtype=torch.float64))).clamp_(min=0.0)
 
-    def _squares(self, rows: Tensor) -> Tensor:
-        return self._by_projection(rows.square().sum(1, dtype=torch.float64))
-
     def _by_projection(self, rows: Tensor) -> Tensor:
-        return torch.stack([part.sum() for part in rows.split(self.sizes)])
+        return torch.stack([projection.sum() for projection in rows.split(self.sizes)])
 
 
 def refit(
     names: Sequence[str],
     projections: Sequence[nn.Linear],
-    parts: Sequence[RankRows],
+    virtual: Sequence[RankRows],
     heldout: Batches,
     ridges: Sequence[float],
     ranks: Ranks,
@@ -175,41 +164,44 @@ def refit(
 ) -> list[ProjectionReport]:
     """Solve the projections anew in place; each keeps its old weights unless its error on held-out tokens falls.
 
-    parts: of the virtual ranks.
+    virtual: the rows of each virtual rank.
     heldout: the ranks hold different tokens.
     ridges: the strongest first; a weaker one must gain ``WORTH_LESS_RIDGE`` more, and ``FITS_NOISE`` ends the trials.
     stored: the dtypes that the tensors of ``names`` are rounded to.
     """
-    for part in parts:
-        part.sum(ranks)
-    sizes = [projection.out_features // len(parts) for projection in projections]
-    errors = [HeldoutErrors(part.prior, sizes) for part in parts]
+    sizes = [projection.out_features // len(virtual) for projection in projections]
+    errors = [HeldoutErrors(rows.prior, sizes) for rows in virtual]
+    for rows in virtual:
+        rows.sum(ranks)
     for inputs, values in heldout:
-        for part, one, x in zip(parts, errors, inputs, strict=True):
-            one.add(x, part.targets(values))
-    for one in errors:
-        one.sum(ranks)
-    before, power = (torch.stack([getattr(one, name) for one in errors]).sum(0).cpu() for name in ("before", "power"))
+        for rows, error, x in zip(virtual, errors, inputs, strict=True):
+            error.add(x, rows.targets(values))
+    for error in errors:
+        error.sum(ranks)
+    before = torch.stack([error.before for error in errors]).sum(0).cpu()
+    power = torch.stack([error.power for error in errors]).sum(0).cpu()
     best, last = before.clone(), torch.full_like(before, math.inf)
     chosen: list[float | None] = [None] * len(sizes)
     for ridge in ridges:
-        solved = [part.solve(ridge) for part in parts]
-        failed = torch.tensor([float(any(weights is None for weights in solved))], device=before.device)
+        attempts = [rows.solve(ridge) for rows in virtual]
+        solved = [weights for weights in attempts if weights is not None]
+        failed = torch.tensor([float(len(solved) < len(virtual))], device=before.device)
         if ranks.sum(failed):  # on any rank, since different machines round differently
             continue
-        rounded = [weights for weights in solved if weights is not None]
-        del solved
-        for weights in rounded:
-            for name, rows in zip(names, weights.split(sizes), strict=True):
-                _round(rows, projections[0].in_features, stored[f"{name}.weight"], stored.get(f"{name}.bias"))
-        now = torch.stack([one.of(weights) for one, weights in zip(errors, rounded, strict=True)]).sum(0).cpu()
+        for weights in solved:
+            for name, rounded in zip(names, weights.split(sizes), strict=True):
+                _round(rounded, projections[0].in_features, stored[f"{name}.weight"], stored.get(f"{name}.bias"))
+        now = torch.stack([error.of(weights) for error, weights in zip(errors, solved, strict=True)]).sum(0).cpu()
         if bool((now > last + FITS_NOISE * before).all()):
             break
         last = now
         for number, projection in enumerate(projections):
             if now[number] < best[number] - WORTH_LESS_RIDGE * (before[number] - best[number]):
                 best[number], chosen[number] = now[number], ridge
-                _assign(projection, torch.cat([weights.split(sizes)[number] for weights in rounded]))
+                whole = torch.cat([weights.split(sizes)[number] for weights in solved])
+                projection.weight.data = whole[:, : projection.in_features].to(projection.weight.dtype)
+                if projection.bias is not None:
+                    projection.bias.data = whole[:, -1].to(projection.bias.dtype)
     shares = [(squares / power).where(power != 0, 0.0).tolist() for squares in (before, best)]
     return [ProjectionReport(*entry) for entry in zip(names, chosen, *shares, strict=True)]
 
@@ -218,10 +210,3 @@ def _round(rows: Tensor, width: int, weight: torch.dtype, bias: torch.dtype | No
     """Round a projection's rows in place to the dtypes that its weight, of ``width`` columns, and its bias have."""
     for columns, dtype in ((rows[:, :width], weight), (rows[:, width:], bias or weight)):
         columns.copy_(columns.to(dtype))
-
-
-def _assign(projection: nn.Linear, rows: Tensor) -> None:
-    width = projection.in_features
-    projection.weight.data = rows[:, :width].to(projection.weight.dtype)
-    if projection.bias is not None:
-        projection.bias.data = rows[:, width].to(projection.bias.dtype)

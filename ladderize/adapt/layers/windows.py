@@ -14,23 +14,16 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.data.examples import EncodedRow, Encoder
-from ladderize.adapt.data.sources import open_rows, row_of_ids
+from ladderize.adapt.data.sources import open_rows
 from ladderize.adapt.data.training_data import ROWS_AT_ONCE, drawn_numbers, usual_heldout
-from ladderize.adapt.layers.options import (
-    DEFAULT_HELDOUT,
-    DEFAULT_SAMPLES,
-    LEAST_WINDOWS_HELDOUT,
-    AlignOptions,
-    WindowOptions,
-    default_tokens,
-)
+from ladderize.adapt.layers.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, LEAST_WINDOWS_HELDOUT, WindowOptions
 from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console
-from ladderize.data import draw_windows, needs_tokenizer
+from ladderize.data.formats import tell_left_out
+from ladderize.data.windows import default_seq_len, draw_windows, needs_tokenizer
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
-from ladderize.rows import tell_left_out
 
 
 @dataclass(frozen=True)
@@ -44,18 +37,19 @@ class Windows:
     def all(self) -> Tensor:
         return torch.cat([self.train, self.heldout])
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Their numbers, and the tokens of each."""
+        return len(self.train), len(self.heldout), self.train.shape[1]
+
 
 def training_windows(checkpoint: Checkpoint, options: WindowOptions, console: Console = SILENT) -> Windows:
-    """Return full windows for training and others that are held out, drawn with ``options.seed``.
-
-    To align, no more rows are read than its tokens need.
-    Raises UserError where the data give too few.
-    """
-    config, positions = checkpoint.config, most_positions(checkpoint.config)
-    tokens = (options.tokens or default_tokens(config)) if isinstance(options, AlignOptions) else None
+    """Return full windows for training and others that are held out, drawn with ``options.seed``. To align, no more
+    rows are read than its tokens need. Raises UserError where the data give too few."""
+    positions, tokens = most_positions(checkpoint.config), options.least_tokens(checkpoint.config)
     enough = None
     if tokens is not None:
-        seq_len = options.seq_len or min(row_of_ids([options.data]) or 2048, positions)
+        seq_len = options.seq_len or default_seq_len([options.data], positions)
         count = (options.samples or tokens // seq_len + 1) + (options.heldout or 0)
         enough = 2 * (count + LEAST_WINDOWS_HELDOUT) * seq_len
     drawn = draw_windows(
@@ -76,12 +70,9 @@ def training_windows(checkpoint: Checkpoint, options: WindowOptions, console: Co
 
 
 def split_windows(drawn: np.ndarray, samples: int | None, heldout: int | None, tokens: int | None) -> Windows | None:
-    """Return the first windows to learn from, and those after them to hold out; None where there are too few.
-
-    drawn: ids [windows, tokens].
-    samples, heldout: the numbers asked for. Without them 1024 and 64 windows, a tenth of all held out at most.
-    tokens: to learn from where ``samples`` is None; an eighth as many windows are held out.
-    """
+    """Return the first of the drawn windows to learn from, and those after them to hold out; None where there are too
+    few. Without numbers there are 1024 and 64, a tenth of all held out at most; with ``tokens`` to learn from, an
+    eighth as many are held out."""
     there, tenth = len(drawn), max(1, len(drawn) // 10)
     most, held = DEFAULT_SAMPLES, DEFAULT_HELDOUT
     if tokens is not None:
@@ -104,13 +95,10 @@ def read_rows(
     seed: int = 0,
     spare: int | None = 0,
 ) -> list[np.ndarray]:
-    """Return the ids of rows of files, int64 [tokens] each. A warning tells of rows that are left out.
-
-    enough: stop after so many tokens, in an order drawn with ``seed`` in which rows that a retraining with this seed
-        holds out come last; None: all rows, in their order.
-    spare: usable rows at the end of that order that are left out; None: as many as a retraining holds out by default.
-    Raises UserError for data that cannot be used.
-    """
+    """Return the ids of rows of files, int64 [tokens] each; a warning tells of rows that are left out. It stops after
+    ``enough`` tokens, in an order drawn with ``seed`` in which rows that a retraining with this seed holds out come
+    last; None: all rows, in their order. ``spare`` usable rows at the end of that order are left out; None: as many as
+    a retraining holds out by default."""
     tokenizer = load_tokenizer(checkpoint.folder) if needs_tokenizer(name) else None
     encoder = Encoder(tokenizer, sys.maxsize, checkpoint.config["vocab_size"], f"--data {name}")
     rows = open_rows(name)

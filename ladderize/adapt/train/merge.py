@@ -30,16 +30,15 @@ from ladderize.adapt.lora import (
 from ladderize.adapt.methods import METRICS
 from ladderize.adapt.options import MergeOptions
 from ladderize.adapt.train.outcome import Adaptation
-from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.config import EMBEDDING, HEAD, expected_tensors, is_tied
-from ladderize.checkpoint.opening import have_same_values
+from ladderize.checkpoint.opening import have_same_values, open_checkpoint
 from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint, TensorInfo, check_entries
 from ladderize.checkpoint.tensors import fingerprint, locate_tensors, read_tensor, write_tensors
 from ladderize.console import SILENT, Console, sentence
 from ladderize.convert.pipeline import ConversionReport, convert_checkpoint
 from ladderize.convert.plan import Changes, check_stays, without_code
 from ladderize.convert.recipe import Recipe
-from ladderize.data import file_sha256
+from ladderize.data.files import file_sha256
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.documents import read_document, read_json

@@ -13,7 +13,7 @@ from ladderize.adapt.teacher import check_improved, target_text
 from ladderize.adapt.train.states import Progress, TrainingFolder, read_metrics
 from ladderize.adapt.train.task import Task
 from ladderize.adapt.train.teacher_cache import check_apart
-from ladderize.blocks import open_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint, locate_tensors
 from ladderize.console import Console, code_span, human_seconds, to_json
 from ladderize.convert.pipeline import convert_checkpoint

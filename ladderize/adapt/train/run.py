@@ -12,7 +12,6 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import get_available_trackers
 
 from ladderize.adapt.data.training_data import open_data
-from ladderize.adapt.data_files import split_weight
 from ladderize.adapt.layers.options import AlignOptions, start_tokens
 from ladderize.adapt.layers.rewrite import adapt_layers
 from ladderize.adapt.lora import ADAPTATION
@@ -26,10 +25,11 @@ from ladderize.adapt.train.task import Launch, Task, open_task, sharding_asked
 from ladderize.adapt.train.teacher_cache import with_answers
 from ladderize.adapt.train.tensor_parallel import build_tensor_parallel
 from ladderize.adapt.train.training_model import HFTraining, TrainingModel
-from ladderize.blocks import open_checkpoint
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console, human_count
 from ladderize.convert.inspection import ALIGNMENT, read_retrainings
+from ladderize.data.files import split_weight
 from ladderize.errors import UsageError, UserError
 from ladderize.files import output
 from ladderize.files.documents import read_own

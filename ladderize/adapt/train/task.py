@@ -8,18 +8,19 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import parse_flag_from_env
 
-from ladderize.adapt.data.sources import source_identity
 from ladderize.adapt.lora import lora_config
 from ladderize.adapt.methods import CONVERTED, LORA
 from ladderize.adapt.options import LORA_FIELDS, AdaptOptions
 from ladderize.adapt.teacher import check_pair
 from ladderize.adapt.train.pace import Pace
 from ladderize.adapt.train.student import trained_tensors
-from ladderize.blocks import compute_dtype, open_checkpoint
+from ladderize.blocks import compute_dtype
 from ladderize.checkpoint.config import stored_dtype
+from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint, torch_dtype
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.convert.inspection import read_retrainings
+from ladderize.data.files import source_identity
 from ladderize.errors import UserError
 from ladderize.files.regular import resolved
 from ladderize.layout import Layout, parse_ranges

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ladderize.adapt.data.packing import collate
 from ladderize.adapt.data.training_data import ORDER
-from ladderize.adapt.data_files import split_weight
 from ladderize.adapt.train.loop import row_order
 from ladderize.adapt.train.pace import Pace
 from ladderize.adapt.train.student import make_teacher, open_model
@@ -35,6 +34,7 @@ from ladderize.adapt.train.training_model import place_teacher
 from ladderize.blocks import LOGITS_AT_ONCE, check_finite
 from ladderize.checkpoint.tensors import write_tensors
 from ladderize.console import Console, sentence
+from ladderize.data.files import split_weight
 from ladderize.errors import UserError
 from ladderize.files.regular import resolved, split_name
 from ladderize.files.unfinished import run_digest

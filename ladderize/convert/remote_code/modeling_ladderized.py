@@ -113,55 +113,66 @@ class LadderizedDecoderLayer:
     def forward(self, hidden_states, visible=None, **kwargs):
         attention_input = self.input_layernorm(hidden_states if visible is None else visible)
         attention_output, _ = self.self_attn(attention_input, **kwargs)
-        partials = 0  # of attention, by rank, where its sum never comes
+        mlp_input, stream, visible = self.after_attention(hidden_states, attention_output)
+        inputs = self.post_attention_layernorm(mlp_input)
+        if self.mlp_sync != "delayed" and not self.keeps_apart:
+            return self.after_mlp(stream, visible, None, None, self.scaled(self.mlp(inputs)))
+        return self.after_mlp(stream, visible, *self.mlp_products(self.mlp_slices(inputs)))
+
+    def after_attention(self, hidden_states, attention_output):
+        """Return the stream that the MLP reads, where sums are kept apart [ranks, ...]; the complete stream; and what
+        is visible of it while the MLP's sum is in flight, of an MLP after a dropped sum only to its own rank.
+
+        attention_output: what `self_attn` returned, with or without `o_proj`.
+        """
         if self.keeps_apart:
             apart, bias = row_parallel(self.self_attn.o_proj, attention_output, self.sync_tp_size)
             apart = self.scaled(apart)
             before = hidden_states if bias is None else hidden_states + self.scaled(bias)
-            attention_output, mlp_input = apart.sum(0), before + apart
-            if self.attention_sync == "dropped":
-                partials = apart
+            stream, mlp_input = before + apart.sum(0), before + apart
+            if self.attention_sync == "delayed":
+                return mlp_input, stream, stream
+            return mlp_input, stream, mlp_input if self.mlp_sync == "delayed" else before
+        if isinstance(self.self_attn, HeadsOnlyAttention):
+            attention_output = self.self_attn.o_proj(attention_output)
+        stream = hidden_states + self.scaled(attention_output)
+        return stream if self.attention_sync == "blocking" else hidden_states, stream, stream
+
+    def mlp_slices(self, inputs):
+        """Return the inputs of `down_proj`, the ranks' slices side by side.
+
+        inputs: [..., hidden], or apart for each rank, [ranks, ..., hidden]: rank k's MLP reads the k-th alone.
+        """
+        mlp = self.mlp
+        if self.keeps_apart:
+            gate, up = (column_parallel(linear, inputs, self.sync_tp_size) for linear in (mlp.gate_proj, mlp.up_proj))
         else:
-            if isinstance(self.self_attn, HeadsOnlyAttention):
-                attention_output = self.self_attn.o_proj(attention_output)
-            attention_output = self.scaled(attention_output)
-            before = hidden_states
-            mlp_input = before + attention_output if self.attention_sync == "blocking" else before
-        stream = before + attention_output
-        by_rank, bias, mlp_output = self.mlp_products(self.post_attention_layernorm(mlp_input))
-        complete = stream + mlp_output
+            gate, up = mlp.gate_proj(inputs), mlp.up_proj(inputs)
+        return mlp.act_fn(gate) * up
+
+    def mlp_products(self, slices):
+        """Return the MLP's products by rank [ranks, ..., hidden] and its bias, both None unless its sum is delayed, and
+        the sum of both."""
+        down_proj = self.mlp.down_proj
+        if self.mlp_sync != "delayed" and not (self.keeps_apart and reads_otherwise(base_linear(down_proj))):
+            return None, None, self.scaled(down_proj(slices))  # which already is the sum of the ranks' products
+        by_rank, bias = row_parallel(down_proj, slices, self.sync_tp_size)
+        by_rank, bias = self.scaled(by_rank), None if bias is None else self.scaled(bias)
+        output = by_rank.sum(0)
+        return by_rank, bias, output if bias is None else output + bias
+
+    def after_mlp(self, stream, visible, by_rank, bias, output):
+        """Return the state that leaves the layer: what `after_attention` left, with the MLP's products."""
+        complete = stream + output
         if self.mlp_sync == "blocking":
             return complete
-        visible = before if self.attention_sync == "dropped" else stream
         if self.mlp_sync == "delayed":
-            visible = (visible if bias is None else visible + bias) + by_rank + partials
+            visible = (visible if bias is None else visible + bias) + by_rank
         return complete, visible
 
     def scaled(self, output):
         """Return the part of what attention or the MLP computed that is added to the stream."""
         return output if self.residual_multiplier == 1 else output * self.residual_multiplier
-
-    def mlp_products(self, inputs):
-        """Return the MLP's products by rank [ranks, ..., hidden] and its bias, both None unless its sum is delayed, and
-        the sum of both.
-
-        inputs: [..., hidden], or apart for each rank, [ranks, ..., hidden]: rank k's MLP reads the k-th alone.
-        """
-        mlp = self.mlp
-        if self.mlp_sync != "delayed" and not self.keeps_apart:
-            return None, None, self.scaled(mlp(inputs))
-        if self.keeps_apart:
-            gate, up = (column_parallel(own, inputs, self.sync_tp_size) for own in (mlp.gate_proj, mlp.up_proj))
-        else:
-            gate, up = mlp.gate_proj(inputs), mlp.up_proj(inputs)
-        slices = mlp.act_fn(gate) * up
-        if self.mlp_sync != "delayed" and not reads_otherwise(base_linear(mlp.down_proj)):
-            # down_proj reads the ranks' slices side by side, so that its product already is their sum
-            return None, None, self.scaled(mlp.down_proj(slices))
-        by_rank, bias = row_parallel(mlp.down_proj, slices, self.sync_tp_size)
-        by_rank, bias = self.scaled(by_rank), None if bias is None else self.scaled(bias)
-        output = by_rank.sum(0)
-        return by_rank, bias, output if bias is None else output + bias
 
 
 def row_parallel(projection, inputs, ranks):

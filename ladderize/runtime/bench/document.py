@@ -1,16 +1,11 @@
 """The document bench.json (docs/files.md): its rows, and the machine they were measured on. Imports no torch, so that
-reports read it at once.
-
-The intervals of its figures are 95 % intervals of a paired bootstrap: rounds are drawn with replacement, and a round's
-times of both variants stay together, since a slow moment of the machine hits both.
-"""
+reports read it at once."""
 
 import os
 import platform
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar
 
 from ladderize.choices import EngineName
 from ladderize.files.records import Record
@@ -22,14 +17,11 @@ from ladderize.runtime.schedule import ScheduleName
 if TYPE_CHECKING:
     from ladderize.ranks.group import Ranks
 
-PHASES, PASSES = ("prefill", "decode"), ("forward", "backward")  # the timed parts of inference, and of a training step
-END_TO_END, WHOLE_STEP = "end_to_end", "step"  # the prefill and all decode steps; both passes
 MODEL_ROW, BASELINE_ROW = "model", "baseline, for timing only"
-PARALLEL, NO_COMM = "parallel baseline", "no-comm baseline"  # their rows
+NO_COMM = "no-comm baseline"  # its row
 
 LEAST_ROUNDS = 3  # with fewer there is no interval
 ENOUGH_ROUNDS = 5  # with fewer an interval is too narrow
-DRAWN_ROUNDS = 2000
 
 
 # ---- the machine ----
@@ -37,11 +29,7 @@ DRAWN_ROUNDS = 2000
 
 @dataclass(frozen=True)
 class Environment(Record):
-    """Machine, versions and settings.
-
-    operations: the name of the operations between the products, of inference.
-    settings: environment variables that change times.
-    """
+    """Machine, versions and settings."""
 
     LEFT_OUT: ClassVar = ("operations", "gpus", "gpu_memory_bytes", "cuda", "nccl", "vllm")
 
@@ -54,8 +42,8 @@ class Environment(Record):
     transformers: str
     system: str
     hosts: int
-    settings: dict[str, str]
-    operations: str | None = None
+    settings: dict[str, str]  # environment variables that change times
+    operations: str | None = None  # between the products, of inference
     gpus: list[str] | None = None
     gpu_memory_bytes: int | None = None
     cuda: str | None = None
@@ -66,7 +54,9 @@ class Environment(Record):
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")  # in names of variables, such as VLLM_API_KEY: files are published
 
 
-def environment(group: "Ranks", *, settings: tuple[str, ...] = (), **more: Any) -> Environment:
+def environment(
+    group: "Ranks", *, settings: tuple[str, ...] = (), operations: str | None = None, vllm: str | None = None
+) -> Environment:
     """Describe the machine; all ranks call it.
 
     settings: prefixes of further environment variables to note.
@@ -76,15 +66,9 @@ def environment(group: "Ranks", *, settings: tuple[str, ...] = (), **more: Any) 
 
     from ladderize.ranks.device import cores, processor
 
-    noted = ("NCCL_", "GLOO_", "OMP_", "TORCH_", *settings)
-    if group.device.type == "cuda":
-        more |= {
-            "gpus": group.gather(torch.cuda.get_device_name(group.device)),
-            "gpu_memory_bytes": torch.cuda.get_device_properties(group.device).total_memory,
-            "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
-    return Environment(
+    prefixes = ("NCCL_", "GLOO_", "OMP_", "TORCH_", *settings)
+    noted = {key: value for key, value in sorted(os.environ.items()) if key.startswith(prefixes)}
+    machine = Environment(
         device=group.device.type,
         processor=processor(),
         cores=len(cores()),
@@ -94,69 +78,54 @@ def environment(group: "Ranks", *, settings: tuple[str, ...] = (), **more: Any) 
         transformers=transformers.__version__,
         system=f"{platform.system()} {platform.release()}",
         hosts=len(set(group.gather(platform.node()))),
-        settings={
-            key: value
-            for key, value in sorted(os.environ.items())
-            if key.startswith(noted) and not any(word in key for word in SECRETS)
-        },
-        **more,
+        settings={key: value for key, value in noted.items() if not any(secret in key for secret in SECRETS)},
+        operations=operations,
+        vllm=vllm,
+    )
+    if group.device.type != "cuda":
+        return machine
+    return replace(
+        machine,
+        gpus=group.gather(torch.cuda.get_device_name(group.device)),
+        gpu_memory_bytes=torch.cuda.get_device_properties(group.device).total_memory,
+        cuda=torch.version.cuda,
+        nccl=".".join(map(str, torch.cuda.nccl.version())),
     )
 
 
-# ---- rows ----
+# ---- rows: docs/files.md describes the fields ----
 
 
 @dataclass(frozen=True)
 class PhaseCommunication(Record):
-    """The communication of one pass: a prefill, a decode step, or one of the two passes of a training step.
+    """The communication of one pass: a prefill, a decode step, or one of the two passes of a training step."""
 
-    all_reduces, bytes: of the layers.
-    alone_ms: time of all collectives with nothing beside them, the vocabulary's too.
-    exposed_ms: time waited for them. It is a difference of two medians, so it may come out below 0.
-    """
-
-    all_reduces: int
+    all_reduces: int  # of the layers
     bytes: int
     no_communication_ms: float
-    alone_ms: float
-    exposed_ms: float
+    alone_ms: float  # of all collectives, the vocabulary's too
+    exposed_ms: float  # a difference of two medians, so it may come out below 0
     exposed_interval_ms: list[float]
 
 
 @dataclass(frozen=True)
 class Overlap(Record):
-    """The milliseconds in flight of some traced passes, and those under compute among them.
-
-    proven: True where there is any overlap at all; None where nothing promises any.
-    """
+    """The milliseconds in flight of some traced passes, and those under compute among them."""
 
     LEFT_OUT: ClassVar = ("proven",)
 
     in_flight_ms: float
     under_compute_ms: float
-    proven: bool | None = None
+    proven: bool | None = None  # there is any overlap at all; None where nothing promises any
 
     @property
     def share(self) -> float:
-        """The share of the time in flight that is under compute."""
         return self.under_compute_ms / self.in_flight_ms if self.in_flight_ms else 0.0
 
 
 @dataclass(frozen=True)
 class BenchRow(Record):
-    """A model, or a baseline, at one batch size, by one schedule.
-
-    kind: MODEL_ROW or BASELINE_ROW.
-    tp_size: ranks, real or emulated.
-    ms: the medians of PHASES and END_TO_END, or of PASSES and WHOLE_STEP.
-    speedup, speedup_interval: over the first row of the batch size, by the same names.
-    tokens_per_s: of decoding, or of training.
-    samples_ms: of every counted round, by part.
-    communication, no_communication_samples_ms: by part; None in the row of the no-comm baseline, and in vLLM.
-    overlap: by part, with --profile.
-    bound_share: in training, the share that the model's fastest step without communication has of this step.
-    architecture: vLLM's model class.
-    """
+    """A model, or a baseline, at one batch size, by one schedule. Dicts are by phase, ``ms`` by the total, too."""
 
     LEFT_OUT: ClassVar = (
         "communication", "no_communication_samples_ms", "overlap", "bound_share", "architecture",
@@ -181,8 +150,8 @@ class BenchRow(Record):
     communication: dict[str, PhaseCommunication] | None = None
     no_communication_samples_ms: dict[str, list[float]] | None = None
     overlap: dict[str, Overlap] | None = None
-    bound_share: float | None = None
-    architecture: str | None = None
+    bound_share: float | None = None  # of the model's fastest step without communication, in training
+    architecture: str | None = None  # vLLM's model class
 
     @property
     def is_model(self) -> bool:
@@ -190,119 +159,47 @@ class BenchRow(Record):
 
     @property
     def is_random(self) -> bool:
-        """True without a checkpoint: only the times mean something."""
         return self.weights == "random"
 
-    def overlaps(self, part: str) -> bool:
-        return may_overlap((*self.attention_sync, *self.mlp_sync), self.schedule, part)
+    def overlaps(self, phase: str) -> bool:
+        return may_overlap((*self.attention_sync, *self.mlp_sync), self.schedule, phase)
 
 
-def may_overlap(modes: Sequence[str], schedule: str, part: str) -> bool:
-    """Return True if the modes of a layout, or the schedule, let a sum of ``part`` run under compute.
+def may_overlap(modes: Sequence[str], schedule: str, phase: str) -> bool:
+    """Return True if the modes of a layout, or the schedule, let a sum of ``phase`` run under compute.
 
-    In a backward pass one always may, under weights' gradients; decoding is never cut by a schedule.
+    In a backward pass a sum always may, under weights' gradients; decoding is never cut by a schedule.
     """
-    is_cut = schedule == "domino" and part != "decode"
-    return part == "backward" or is_cut or any(mode in HIDING for mode in modes)
+    is_cut = schedule == "domino" and phase != "decode"
+    return phase == "backward" or is_cut or any(mode in HIDING for mode in modes)
 
 
-@dataclass(frozen=True)
+@dataclass
 class BenchDocument(Record):
-    """The document bench.json, of inference or training, on ladderize's runtime or in vLLM.
+    """The document bench.json. Each rank adds to its own while it measures."""
 
-    complete: False until all is done, and for good where the rest failed.
-    backend: the backend of the all-reduces.
-    link: the link of an emulated group, whose all-reduces are delays.
-    alone_ms: time of each collective with nothing beside it, by name and size.
-    failed: the reason why a variant has no row, by its name.
-    checks: the differences from the reference, of the variants that passed, by name.
-    engine: ``vllm``, or None for ladderize's runtime.
-    messages: the backend of messages in flight in vLLM; None where no row is in the plugin's class.
-    """
+    LEFT_OUT: ClassVar = ("engine", "messages", "extrapolated_bytes")
 
-    LEFT_OUT: ClassVar = ("engine", "messages")
-
-    complete: bool
+    complete: bool  # False for good where the rest failed
     options: BenchOptions
-    backend: str
+    backend: str  # of the all-reduces
     environment: Environment
-    link: Link | None
-    alone_ms: dict[str, float]
-    rows: list[BenchRow]
-    failed: dict[str, str]
-    checks: dict[str, dict[str, float]] = field(default_factory=dict)
-    engine: EngineName | None = None
-    messages: str | None = None
-
-    @property
-    def emulated(self) -> bool:
-        """True where all-reduces are delays."""
-        return self.link is not None
+    link: Link | None  # of an emulated group, whose all-reduces are delays
+    alone_ms: dict[str, float] = field(default_factory=dict)  # of a collective with nothing beside it
+    rows: list[BenchRow] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # the reason why a variant has no row
+    checks: dict[str, dict[str, float]] = field(default_factory=dict)  # of the variants that passed
+    engine: EngineName | None = None  # None: ladderize's runtime
+    messages: str | None = None  # the backend of messages in flight in vLLM
+    extrapolated_bytes: list[int] | None = None  # sizes of messages beyond those that the link was measured at
 
     @property
     def disproved(self) -> list[str]:
         """The names of the passes in whose trace nothing overlapped, although it should."""
-        return [
-            f"{row.model} ({part})"
-            for row in self.rows
-            for part, overlap in (row.overlap or {}).items()
-            if overlap.proven is False
-        ]
-
-
-def variant_name(model: str, schedule: str, options: BenchOptions) -> str:
-    """Return the name of the row of a model by a schedule: the model's own by the first schedule that is timed."""
-    return model if schedule == options.schedules[0] else f"{model} by the schedule {schedule}"
-
-
-# ---- figures ----
-
-Seconds = Mapping[str, Sequence[float]]  # of each counted round, by part
-
-
-def timed_figures(seconds: Seconds, first: Seconds, passes: Mapping[str, int], total: str) -> dict[str, Any]:
-    """Return the times of each part and of the total, and their speed-ups over ``first``, as fields of a row.
-
-    passes: the number of passes of each part that the total has.
-    total: its name.
-    """
-
-    def with_total(times: Sequence[Any]) -> dict[str, Any]:
-        by_part = dict(zip(passes, times, strict=True))
-        return by_part | {total: sum(count * by_part[part] for part, count in passes.items())}
-
-    series = [rounds[part] for rounds in (first, seconds) for part in passes]
-    medians, drawn, count = [statistics.median(one) for one in series], _drawn_medians(*series), len(passes)
-    reference, own = with_total(medians[:count]), with_total(medians[count:])
-    before, after = with_total(drawn[:count]), with_total(drawn[count:])  # in each resample
-    return {
-        "ms": {name: 1e3 * value for name, value in own.items()},
-        "speedup": {name: reference[name] / own[name] for name in own},
-        "speedup_interval": {name: _interval(before[name] / after[name]) for name in own},
-    }
-
-
-def difference_interval(times: Sequence[float], less: Sequence[float]) -> list[float]:
-    """Return the interval [low, high] of median(times) - median(less), in their unit."""
-    more, fewer = _drawn_medians(times, less)
-    return _interval(more - fewer)
-
-
-def _interval(values: Any) -> list[float]:
-    """Return the interval [low, high] that holds 95 % of the values."""
-    import numpy as np
-
-    return [float(value) for value in np.percentile(values, (2.5, 97.5))]
-
-
-def _drawn_medians(*series: Sequence[float]) -> Any:
-    """Return the median of each series in each resample of the rounds: [series, resamples]."""
-    import numpy as np
-
-    values = np.asarray(series, dtype=float)
-    # a fixed seed, so that the same samples give the same interval
-    rounds = np.random.default_rng(0).integers(0, values.shape[1], (DRAWN_ROUNDS, values.shape[1]))
-    return np.median(values[:, rounds], axis=-1)
+        overlaps = {
+            f"{row.model} ({phase})": overlap for row in self.rows for phase, overlap in (row.overlap or {}).items()
+        }
+        return [name for name, overlap in overlaps.items() if overlap.proven is False]
 
 
 def few_rounds(repeat: int) -> str:

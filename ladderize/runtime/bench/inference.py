@@ -1,44 +1,30 @@
-"""``ladderize bench`` of inference: a run is the prefill of a batch of prompts and the decoding after it.
+"""``ladderize bench``: models are checked and timed. A run of inference is the prefill of a batch of prompts and the
+decoding after it.
 
 Two regimes, never mixed: prefill is bound by compute and sends long messages; decoding is bound by memory bandwidth and
 sends short ones, whose latency counts.
 """
 
 from collections.abc import Generator as Walk
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ladderize.console import SILENT, Console
-from ladderize.ranks.device import check_device
+from ladderize.errors import UsageError
+from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import (
-    BASELINE_ROW,
-    MODEL_ROW,
-    PARALLEL,
-    PHASES,
-    BenchDocument,
-    environment,
-    variant_name,
-)
-from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, BenchDocument, environment
+from ladderize.runtime.bench.messages import expected_messages, record_messages, sent_sums
+from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.plan import BenchPlan, check_bench_memory, plan_bench
-from ladderize.runtime.bench.reference_check import check_models, checked_specs
+from ladderize.runtime.bench.reference_check import check_models
 from ladderize.runtime.bench.report import run_and_show
-from ladderize.runtime.bench.rounds import (
-    Timed,
-    Variant,
-    expected_messages,
-    record_messages,
-    sent_sums,
-    sums_in_groups,
-)
-from ladderize.runtime.bench.run import BenchRun
-from ladderize.runtime.bench.training import TrainingRun
+from ladderize.runtime.bench.rounds import Variant, measure, synchronize, variant_name
+from ladderize.runtime.bench.training import open_steps, step_opener
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.differentiable import PendingSum
@@ -48,28 +34,22 @@ from ladderize.runtime.decode import Generator, Sampling, sample
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import SEQUENTIAL
-from ladderize.runtime.spec import WeightCache, choose_operations, open_generator
+from ladderize.runtime.spec import ModelSpec, WeightCache, choose_operations, open_generator
 from ladderize.runtime.step import Step
 
 
-def bench(
-    choice: ModelChoice,
-    options: BenchOptions,
-    link: str | None = None,
-    *,
-    out: Path | None = None,
-    console: Console = SILENT,
-) -> BenchDocument:
-    """Check the chosen models, time them against each other, and return the result; a console that speaks shows it.
+def bench(options: BenchOptions, *, console: Console = SILENT) -> BenchDocument:
+    """Check the models, time them against each other on the runtime, and return the result; a console that speaks shows
+    it.
 
     Raises UsageError or UserError if something cannot be measured, a model fails its check, or a trace disproves an
-    overlap. What was measured by then is kept in ``out`` and shown.
-
-    link: of the ranks that ``options.emulate_tp`` emulates, as ``--link`` takes it.
-    out: a JSON file, written after each batch size, and before traces are made.
+    overlap. What was measured by then is kept in ``options.out`` and shown.
     """
-    check_device(options.device)
-    return run_and_show(measure_models, plan_bench(choice, options, link), options.device, out, console)
+    if options.engine == "vllm":
+        raise UsageError("vLLM is timed by ladderize.vllm.bench.bench_vllm")
+    options = replace(options, device=options.device or default_device())
+    check_device(str(options.device))
+    return run_and_show(measure_models, plan_bench(options), console)
 
 
 def measure_models(group: Ranks, plan: BenchPlan, console: Console) -> BenchDocument:
@@ -77,86 +57,84 @@ def measure_models(group: Ranks, plan: BenchPlan, console: Console) -> BenchDocu
 
     Raises UserError if none passes, or if they do not fit into memory.
     """
-    options, operations = plan.options, None
-    check_bench_memory(plan.specs, options, group)
+    options, specs, operations = plan.options, plan.specs, None
+    check_bench_memory(specs, options, group)
     if not options.train:
-        operations = choose_operations(group, plan.specs[0].torch_dtype)
-        if operations.note:
-            console.warn(operations.note)
-    collectives, backend = _collectives(group, plan)
-    run_class = TrainingRun if options.train else InferenceRun
+        chosen = choose_operations(group, specs[0].torch_dtype)
+        operations = chosen.name
+        if chosen.note:
+            console.warn(chosen.note)
+    if options.emulate_tp is not None and plan.link is not None:
+        collectives = emulate(options.emulate_tp, plan.link, group.device, plan.interconnect)
+        backend = f"emulated: {options.emulate_tp} ranks over {plan.link.name}"
+    else:
+        in_flight = max(schedule.in_flight for schedule in options.timed_schedules)
+        collectives, backend = choose(options.backend, group, max_bytes=plan.longest_message, in_flight=in_flight)
+    document = BenchDocument(False, options, backend, environment(group, operations=operations), plan.link)
     with torch.inference_mode(not options.train):
-        one = run_class(group, plan, console, collectives)
-        one.backend = backend
-        one.environment = environment(group, operations=operations and operations.name)
-        document = one.measure()
+        if options.train:
+            open_step = step_opener(group, options.ranks)
+            opener = partial(open_steps, specs, open_step, collectives, document, group, console)
+        else:
+            weights = WeightCache(group.device, pack=True, replicate_vocab=options.replicate_vocab)
+            check_models(document, specs, collectives, weights, group, console)
+            sound = [spec for spec in specs if spec.name not in document.failed]
+            # baselines are of the first model that was named
+            baselines = options.baselines if specs[0] in sound else ()
+            opener = partial(open_models, sound, baselines, collectives, weights, options, group, console)
+        measure(document, opener, group, console)
     collectives.settle()
     return document
 
 
-def _collectives(group: Ranks, plan: BenchPlan) -> tuple[Collectives, str]:
-    """Return the collectives that carry the messages, and words for them. All ranks call it."""
-    ranks, link = plan.options.emulate_tp, plan.link
-    if ranks is not None and link is not None:
-        emulated = emulate(ranks, link, group.device, plan.interconnect)
-        return emulated, f"emulated: {ranks} ranks over {link.name}"
-    in_flight = max(schedule.in_flight for schedule in plan.options.timed_schedules)
-    return choose(plan.options.backend, group, max_bytes=plan.longest_message, in_flight=in_flight)
+def open_models(
+    specs: Sequence[ModelSpec],
+    baselines: Sequence[str],
+    collectives: Collectives,
+    weights: WeightCache,
+    options: BenchOptions,
+    group: Ranks,
+    console: Console,
+    batch: int,
+) -> list[Variant]:
+    """Open the models by every schedule, then the baseline of the first.
 
-
-class InferenceRun(BenchRun):
-    """A run of prefills and decode steps.
-
-    specs: the models that are timed.
+    Models with caches of one size share one, since only one runs at a time. Raises UserError if one sends other
+    messages than its layout asks for.
     """
-
-    def __init__(self, group: Ranks, plan: BenchPlan, console: Console, collectives: Collectives) -> None:
-        """Compare checkpoints with transformers, and leave those that fail out. All ranks call it."""
-        super().__init__(group, plan.options, console, plan.link)
-        options, self.collectives = plan.options, collectives
-        self.silence = NoCommunication(collectives.ranks)
-        self.weights = weights = WeightCache(group.device, pack=True, replicate_vocab=options.replicate_vocab)
-        if options.emulate_tp is not None:  # emulated sums are not sums: the whole model is checked on one rank
-            collectives, weights = Collectives(), WeightCache(group.device, pack=True)
-        checked = checked_specs(plan.specs, options)
-        self.checks, self.failed = check_models(checked, options, collectives, weights, group, console)
-        if plan.specs[0].name in self.failed:  # they are of the first model that was named
-            self.baselines = ()
-        self.specs = [spec for spec in plan.specs if spec.name not in self.failed]
-
-    def open_variants(self, batch: int) -> list[Variant]:
-        """Open the models, then the baseline of the first.
-
-        Models with caches of one size share one, since only one runs at a time. Raises UserError if one sends other
-        messages than its layout asks for.
-        """
-        options = self.options
-        timed = [(spec, schedule, TPLlama) for spec in self.specs for schedule in options.timed_schedules]
-        if "parallel" in self.baselines:
-            timed.append((self.specs[0], SEQUENTIAL, ParallelLlama))
-        variants: list[Variant] = []
-        caches: list[KVCache] = []
-        with self.console.stage("loading weights"):
-            for spec, schedule, model_class in timed:
-                generators = []
-                for collectives in (self.collectives, self.silence):
-                    how: dict[str, Any] = {"model_class": model_class, "caches": caches}
-                    generator = open_generator(
-                        spec, collectives, self.weights, self.group, batch, options.columns, **how
-                    )
-                    generator.schedule = schedule
-                    caches.append(generator.cache)
-                    generators.append(TimedGenerator(generator, options, batch))
-                loud, silent = generators
-                if model_class is ParallelLlama:
-                    variants.append(Variant(PARALLEL, spec, loud, silent, BASELINE_ROW))
-                    continue
-                name = variant_name(spec.name, schedule.name, options)
-                kind = MODEL_ROW if name == spec.name else BASELINE_ROW
-                variants.append(Variant(name, spec, loud, silent, kind, schedule.name))
-        for variant in variants:
-            variant.messages = _messages(variant)
-        return variants
+    timed = [(spec, schedule, TPLlama) for spec in specs for schedule in options.timed_schedules]
+    if "parallel" in baselines:
+        timed.append((specs[0], SEQUENTIAL, ParallelLlama))
+    variants: list[Variant] = []
+    caches: list[KVCache] = []
+    with console.stage("loading weights"):
+        for spec, schedule, model_class in timed:
+            generators = []
+            for sender in (collectives, NoCommunication(collectives.ranks)):
+                generator = open_generator(
+                    spec, sender, weights, group, batch, options.columns, model_class=model_class, caches=caches
+                )
+                generator.schedule = schedule
+                caches.append(generator.cache)
+                generators.append(generator)
+            loud, silent = generators
+            prompts = random_prompts(loud.model.shape.vocab, batch, options.prompt_len, options.seed)
+            name = variant_name(spec.name, schedule.name, options)
+            if model_class is ParallelLlama:
+                name = "parallel baseline"
+            variant = Variant(
+                name,
+                spec,
+                loud.model,
+                partial(prefill_and_decode, loud, prompts),
+                partial(prefill_and_decode, silent, prompts),
+                kind=MODEL_ROW if name == spec.name else BASELINE_ROW,
+                schedule=schedule.name,
+                messages=recorded_messages(name, spec, loud, prompts),
+                has_silent_row="no-comm" in baselines and not variants,
+            )
+            variants.append(variant)
+    return variants
 
 
 # ---- the timed models ----
@@ -175,11 +153,11 @@ class ParallelLlama(TPLlama):
         residual, x = self.arrived(pending)
         for index in range(self.shape.layers):
             attention, mlp = self.weights.attention(index), self.weights.mlp(index)
-            (partial,) = self.partials(2 * index, attention, x, None, step, cache)
-            (partial_mlp,) = self.partials(2 * index + 1, mlp, x, None, step, cache)
+            (partial_sum,) = self.partials(2 * index, attention, x, None, step, cache)
+            (mlp_sum,) = self.partials(2 * index + 1, mlp, x, None, step, cache)
             for bias in (self.scaled(attention.bias), self.scaled(mlp.bias)):
                 residual, _ = self.add_bias(residual, residual, bias)
-            pending = PendingSum(self.collectives, residual, None, partial + partial_mlp)
+            pending = PendingSum(self.collectives, residual, None, partial_sum + mlp_sum)
             yield
             residual, x = self.arrived(pending)
         return self.end(x)
@@ -192,42 +170,32 @@ def random_prompts(vocab: int, batch: int, prompt_len: int, seed: int) -> list[l
     return ids
 
 
-class TimedGenerator(Timed):
-    """A prefill of random prompts, and decode steps of one token of each row."""
-
-    parts = PHASES
-
-    def __init__(self, generator: Generator, options: BenchOptions, batch: int) -> None:
-        super().__init__(generator.device)
-        self.generator, self.model, self.decode_steps = generator, generator.model, options.decode_steps
-        self.prompts = random_prompts(generator.model.shape.vocab, batch, options.prompt_len, options.seed)
-        self.draws = torch.zeros(batch, options.decode_steps, device=generator.device)
-
-    def prepare(self) -> None:
-        for _ in range(2):  # a prompt is captured when it comes again, which must not be in a counted round
-            self.generator.prepare([len(prompt) for prompt in self.prompts], self.decode_steps)
-
-    def run(self, passes: int | None = None, *, eager: bool = False) -> Iterator[int]:
-        generator, steps = self.generator, min(self.decode_steps, passes or self.decode_steps)
-        if eager:  # on the same cache
-            generator = Generator(generator.model, generator.rope, generator.cache, schedule=generator.schedule)
-        tokens = sample(generator.prefill(self.prompts), Sampling(), self.draws[:, 0])
-        yield 1
-        generator.decode_n_tokens(tokens, self.draws[:, :steps], Sampling())
-        yield steps
+def prefill_and_decode(generator: Generator, prompts: list[list[int]], steps: int) -> Iterator[None]:
+    """Run a prefill, and ``steps`` decode steps of one token of each row, as ``Variant.run`` does."""
+    draws = torch.zeros(len(prompts), steps, device=generator.device)
+    for _ in range(2):  # a prompt is captured when it comes again, which must not be in a counted round
+        generator.prepare([len(prompt) for prompt in prompts], steps)
+    yield
+    tokens = sample(generator.prefill(prompts), Sampling(), draws[:, 0])
+    synchronize(generator.device)
+    yield
+    generator.decode_n_tokens(tokens, draws, Sampling())
+    synchronize(generator.device)
+    yield
 
 
-def _messages(variant: Variant) -> dict[str, list[Message]]:
+def recorded_messages(
+    name: str, spec: ModelSpec, generator: Generator, prompts: list[list[int]]
+) -> dict[str, list[Message]]:
     """Return the messages of a prefill and of a decode step. Raises UserError for unexpected ones."""
-    timed, itemsize = variant.timed, variant.spec.torch_dtype.itemsize
-    model, rows, tokens, schedule = timed.model, len(timed.prompts), len(timed.prompts[0]), timed.generator.schedule
-    sums = model.shape.layers if isinstance(model, ParallelLlama) else sent_sums(model.layout)
-    inner = sums_in_groups(model.layout, model.shape.tp_size)
-    shared = int(not model.shape.replicate_vocab)
-    prefill = expected_messages(model.shape, sums, itemsize, schedule, rows, tokens, inner)
-    decode = expected_messages(model.shape, sums, itemsize, SEQUENTIAL, rows, 1, inner)
+    model, schedule, itemsize = generator.model, generator.schedule, spec.torch_dtype.itemsize
+    sums = sent_sums(model.layout, model.shape.tp_size)
+    if isinstance(model, ParallelLlama):
+        sums = model.shape.layers
+    eager = Generator(model, generator.rope, generator.cache, schedule=schedule)
+    rows, tokens = len(prompts), len(prompts[0])
     expected = {
-        "prefill": replace(prefill, vocabulary=shared * schedule.parts(rows, tokens)),
-        "decode": replace(decode, vocabulary=shared),
+        "prefill": expected_messages(model.shape, sums, itemsize, schedule, rows, tokens),
+        "decode": expected_messages(model.shape, sums, itemsize, SEQUENTIAL, rows, 1),
     }
-    return record_messages(timed, variant.name, expected)
+    return record_messages(name, model, prefill_and_decode(eager, prompts, 1), expected)

@@ -1,14 +1,18 @@
-"""The options of ``ladderize bench``, and all that its arguments alone decide."""
+"""The options of ``ladderize bench``, and all that they alone decide."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args
 
 from ladderize.checkpoint.config import MOST_LAYERS
 from ladderize.choices import (
+    AS_JSON,
     BACKEND,
     DEVICE,
+    MEASUREMENT,
+    MEMORY,
+    MODELS,
+    OUTPUT,
     REPLICATE_VOCAB,
     REVISION,
     SEED_OF_ROUNDS,
@@ -16,30 +20,35 @@ from ladderize.choices import (
     THREADS,
     TP_SIZE,
     BackendName,
+    DeviceName,
     Dtype,
+    EngineName,
     Option,
     argument,
     check_options,
     distinct_names,
     flag,
     option,
+    parameter_name,
     split_names,
 )
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.layout import Layout, LayoutError, parse_ranges
-from ladderize.ranks.device import default_device
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, ScheduleName
 
 LAYOUT_NAMES = ("dense", "ladder", "delayed", "spd", "spd+ladder", "spd+delayed")
-BASELINES = ("parallel", "no-comm")
-PLUGIN = "plugin"  # with --engine vllm: the dense model in the class that runs layouts
+BASELINES = {"runtime": ("parallel", "no-comm"), "vllm": ("plugin",)}
+OF_INFERENCE = ("output_len", "baselines", "replicate_vocab")
+OF_RUNTIME = ("train", "schedules", "check", "device", "replicate_vocab")
+OF_MESSAGES = ("backend", "emulate_tp", "link", "outer_link")
+OF_SHAPES = ("layout", "num_layers", "sync_tp_size")
 
 
 def parse_counts(text: str, option: str = "--batch-size") -> tuple[int, ...]:
     """Read ``1,8,64``, each number once."""
     try:
-        sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+        sizes = tuple(dict.fromkeys(map(int, text.split(","))))
     except ValueError:
         sizes = ()
     if not sizes or min(sizes) < 1:
@@ -47,94 +56,141 @@ def parse_counts(text: str, option: str = "--batch-size") -> tuple[int, ...]:
     return sizes
 
 
-BATCH_SIZES = Option(
-    "Batch sizes.",
-    "A,B",
-    flags="--batch-size",
-    parse=parse_counts,
-)
-PROMPT_LEN = Option("Tokens per prompt.", min=1)
-OUTPUT_LEN = Option("Tokens to generate. The prefill makes the first one.", min=2)
-UNCOUNTED_ROUNDS = Option("Rounds that are not counted.", min=1)
-COUNTED_ROUNDS = Option("Rounds that are counted. Medians are reported.", min=1)
-
-
-@dataclass(frozen=True)
-class ModelChoice:
-    """The models to time: checkpoints, or one shape with random weights in several layouts. None: not given."""
-
-    models: tuple[str, ...] = argument("[MODEL]...", "Checkpoints. The first is the reference.", ())
-    random_weights: str | None = option(f"Time a shape instead of checkpoints: {SHAPE_NAMES}.", metavar="CONFIG")
-    layout: str | None = option(
-        "With --random-weights: layouts, each a name or name=RANGE of layers.",
-        metavar="A,B",
-        shown=", ".join(LAYOUT_NAMES),
-    )
-    num_layers: int | None = option(
-        "With --random-weights: number of layers.", min=1, max=MOST_LAYERS, shown="the config's"
-    )
-    sync_tp_size: int | None = option(
-        "With --random-weights: virtual ranks of delayed and spd.", min=1, shown="as many as ranks"
-    )
-    dtype: Dtype = option(
-        "float32, bfloat16, float16, or auto: as stored, bfloat16 for random weights.", "auto", metavar="DTYPE"
-    )
-    revision: str | None = option(REVISION)
+BATCH_SIZES = Option("Batch sizes.", "A,B", MEASUREMENT, flags="--batch-size", parse=parse_counts)
+PROMPT_LEN = Option("Tokens per prompt.", panel=MEASUREMENT, min=1)
+OUTPUT_LEN = Option("Tokens to generate. The prefill makes the first one.", panel=MEASUREMENT, min=2)
 
 
 @dataclass(frozen=True)
 class BenchOptions(Record):
-    """The options of a benchmark: ``options`` of bench.json. vLLM heeds a part of them (``VLLM_OPTIONS``).
+    """The models to time, and how: checkpoints, or one shape with random weights in several layouts."""
 
-    None: not given.
-    """
-
-    train: bool = option("Time training steps (forward and backward, no optimizer) instead of inference.", False)
-    tp_size: int = option(TP_SIZE, 1)
-    batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (1,), shown="1")
-    prompt_len: int = option(PROMPT_LEN, 128, help="Tokens per prompt; with --train, per row.")
-    output_len: int = option(OUTPUT_LEN, 33)
-    schedules: tuple[str, ...] = option(
-        "Time every model by each: sequential, and domino, which computes one part of the batch while another's sum is"
-        " sent. In inference, of the prefill.",
-        (SEQUENTIAL.name,),
+    models: tuple[str, ...] = argument("[MODEL]...", "Checkpoints. The first is the reference.", ())
+    random_weights: str | None = option(
+        f"Time a shape instead of checkpoints: {SHAPE_NAMES}.", panel=MODELS, metavar="CONFIG"
+    )
+    layout: str | None = option(
+        "With --random-weights: layouts, each a name or name=RANGE of layers.",
+        panel=MODELS,
         metavar="A,B",
-        parse=distinct_names,
+        shown=", ".join(LAYOUT_NAMES),
+    )
+    num_layers: int | None = option(
+        "With --random-weights: number of layers.", panel=MODELS, min=1, max=MOST_LAYERS, shown="the config's"
+    )
+    sync_tp_size: int | None = option(
+        "With --random-weights: virtual ranks of delayed and spd.", panel=MODELS, min=1, shown="as many as ranks"
+    )
+    engine: EngineName = option(
+        "Whose inference to time: ladderize's runtime, or vLLM with ladderize's layers in it.", "runtime", panel=MODELS
     )
     baselines: tuple[str, ...] = option(
         "Time these too, of the first model: parallel (one all-reduce per layer), no-comm (none); with --engine vllm:"
         " plugin (in the class that runs layouts).",
         (),
+        panel=MODELS,
         metavar="A,B",
         parse=distinct_names,
     )
-    warmup: int = option(UNCOUNTED_ROUNDS, 2)
-    repeat: int = option(COUNTED_ROUNDS, 7)
-    profile: Path | None = option(
-        "Write Chrome traces here. On the runtime it fails if a layout that should overlap shows no overlap.",
-        metavar="DIR",
-    )
-    threads: int | None = option(THREADS)
-    seed: int = option(SEED_OF_ROUNDS, 0)
-    backend: BackendName = option(
-        BACKEND, "auto", help="How ranks communicate. none: no communication, for timing only; results are wrong."
-    )
+    revision: str | None = option(REVISION)
+    tp_size: int = option(TP_SIZE, 1)
     emulate_tp: int | None = option(
-        "Emulate TP size N in one process: it computes rank 0's part, and --link gives the delays.", min=2
+        "Emulate TP size N in one process: it computes rank 0's part, and --link gives the delays.", panel=MEMORY, min=2
+    )
+    link: str | None = option(
+        "With --emulate-tp: ALPHA_US,BETA_GB_S (an all-reduce takes alpha + bytes/beta), a name such as nccl_pcie,"
+        " or a file of calibrate.",
+        panel=MEMORY,
+        metavar="LINK",
     )
     outer_link: str | None = option(
         "With --emulate-tp and several ranks for each virtual rank: the link between these groups; --link is within.",
+        panel=MEMORY,
         metavar="LINK",
-        needs="emulate_tp",
     )
+    backend: BackendName = option(
+        BACKEND, "auto", help="How ranks communicate. none: no communication, for timing only; results are wrong."
+    )
+    dtype: Dtype = option(
+        "float32, bfloat16, float16, or auto: as stored, bfloat16 for random weights.",
+        "auto",
+        panel=MEMORY,
+        metavar="DTYPE",
+    )
+    device: DeviceName | None = option(DEVICE)
+    threads: int | None = option(THREADS)
+    train: bool = option(
+        "Time training steps (forward and backward, no optimizer) instead of inference.", False, panel=MEASUREMENT
+    )
+    schedules: tuple[str, ...] = option(
+        "Time every model by each: sequential, and domino, which computes a chunk of the batch while another's sum is"
+        " sent. In inference, of the prefill.",
+        (SEQUENTIAL.name,),
+        panel=MEASUREMENT,
+        metavar="A,B",
+        parse=distinct_names,
+        shown=SEQUENTIAL.name,
+    )
+    batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (1,), shown="1")
+    prompt_len: int = option(PROMPT_LEN, 128, help="Tokens per prompt; with --train, per row.")
+    output_len: int = option(OUTPUT_LEN, 33)
+    warmup: int = option("Rounds that are not counted.", 2, panel=MEASUREMENT, min=1)
+    repeat: int = option("Rounds that are counted. Medians are reported.", 7, panel=MEASUREMENT, min=1)
+    seed: int = option(SEED_OF_ROUNDS, 0)
     check: bool = option(
         "Skip comparing checkpoints with transformers in float32 before timing; with --train, gradients with those of"
         " the sequential schedule.",
         True,
+        panel=MEASUREMENT,
         flags="--no-check",
     )
-    device: str = option(DEVICE, default_device)
+    out: Path | None = option("Write everything as JSON, raw samples too.", panel=OUTPUT, metavar="FILE", decides=False)
+    profile: Path | None = option(
+        "Write Chrome traces here. On the runtime it fails if a layout that should overlap shows no overlap.",
+        panel=OUTPUT,
+        metavar="DIR",
+        decides=False,
+    )
+    as_json: bool = option(AS_JSON, False)
     replicate_vocab: bool = option(REPLICATE_VOCAB, False)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise UsageError(f"--batch-size {self.batch_sizes} must name positive integers")
+        schedules, baselines = get_args(ScheduleName), BASELINES[self.engine]
+        if not self.schedules or set(self.schedules) - set(schedules):
+            raise UsageError(f"--schedules {','.join(self.schedules)} must name {' or '.join(schedules)}")
+        if set(self.baselines) - set(baselines):
+            raise UsageError(f"--baselines {','.join(self.baselines)} must name {' or '.join(baselines)}")
+        if self.random_weights is None:
+            self._refuse(OF_SHAPES, "without --random-weights")
+        if self.emulate_tp is None:
+            self._refuse(("link", "outer_link"), "without --emulate-tp")
+        if self.train:
+            self._refuse(OF_INFERENCE, "with --train")
+        if self.engine == "vllm":
+            self._refuse(OF_RUNTIME, "with --engine vllm")
+            instead = "LADDERIZE_VLLM_BACKEND says what carries its messages, or stands for ranks that are not there"
+            self._refuse(OF_MESSAGES, f"with --engine vllm; {instead}")
+        if self.models and self.random_weights is not None:
+            raise UsageError("name checkpoints, or a shape with --random-weights, and not both")
+        if len(set(self.models)) < len(self.models):
+            raise UsageError("a model is named twice; every variant is timed once")
+        if self.emulate_tp is not None and self.tp_size != 1:
+            raise UsageError("--emulate-tp runs one process in place of a group; leave --tp-size out")
+
+    def _refuse(self, names: tuple[str, ...], reason: str) -> None:
+        for field in fields(self):
+            if field.name in names and getattr(self, field.name) != field.default:
+                raise UsageError(f"{flag(parameter_name(field))} has no effect {reason}")
+
+    def check_named(self) -> None:
+        """Raise UsageError for what is missing. An earlier bench.json, which is read as well, names no models."""
+        if not self.models and self.random_weights is None:
+            raise UsageError("name checkpoints, or a shape with --random-weights")
+        if self.emulate_tp is not None and self.link is None:
+            raise UsageError("--emulate-tp has no effect without --link")
 
     @property
     def ranks(self) -> int:
@@ -152,9 +208,12 @@ class BenchOptions(Record):
         return [Schedule("domino") if name == "domino" else SEQUENTIAL for name in self.schedules]
 
     @property
-    def decode_steps(self) -> int:
-        """The number of tokens after the first, which belongs to the prefill."""
-        return self.output_len - 1
+    def passes(self) -> dict[str, int]:
+        """The phases that are timed, and the number of passes of each in the total.
+
+        The first token after a prompt belongs to the prefill.
+        """
+        return {"forward": 1, "backward": 1} if self.train else {"prefill": 1, "decode": self.output_len - 1}
 
     @property
     def columns(self) -> int:
@@ -162,45 +221,8 @@ class BenchOptions(Record):
         return self.prompt_len + (0 if self.train else self.output_len)
 
 
-OF_INFERENCE = {"output_len", "baselines", "replicate_vocab"}
-VLLM_OPTIONS = {"tp_size", "batch_size", "warmup", "repeat", "profile", "threads", "seed", "prompt_len", "output_len",
-                "baselines"}  # fmt: skip
-
-
-def check_bench_usage(
-    choice: ModelChoice, options: BenchOptions, link: str | None, *, baselines: Sequence[str] = BASELINES
-) -> None:
-    """Raise UsageError for arguments that do not go together, take no effect, or are out of range.
-
-    link: of ``--link``.
-    baselines: the names that ``--baselines`` takes.
-    """
-    if bool(choice.models) == (choice.random_weights is not None):
-        raise UsageError("name checkpoints, or a shape with --random-weights, and not both")
-    for name in ("layout", "num_layers", "sync_tp_size"):
-        if choice.models and getattr(choice, name) is not None:
-            raise UsageError(f"{flag(name)} goes with --random-weights; a checkpoint has its own layout and layers")
-    if len(set(choice.models)) < len(choice.models):
-        raise UsageError("a model is named twice; every variant is timed once")
-    check_options(choice)
-    check_options(options)
-    if not options.batch_sizes or min(options.batch_sizes) < 1:
-        raise UsageError(f"--batch-size {options.batch_sizes} must name positive integers")
-    if not options.schedules or set(options.schedules) - set(get_args(ScheduleName)):
-        raise UsageError(f"--schedules {','.join(options.schedules)} must name {' or '.join(get_args(ScheduleName))}")
-    if options.train and (options.baselines or options.replicate_vocab):
-        raise UsageError("--baselines and --replicate-vocab have no effect with --train")
-    for name in options.baselines:
-        if name not in baselines:
-            raise UsageError(f"--baselines {name} is not one of {', '.join(baselines)}")
-    if (options.emulate_tp is None) != (link is None):
-        raise UsageError("--emulate-tp and --link must be given together")
-    if options.emulate_tp is not None and options.tp_size != 1:
-        raise UsageError("--emulate-tp runs one process in place of a group; leave --tp-size out")
-
-
 def layout_names(text: str | None) -> list[str]:
-    """Return the parts of ``--layout``; all layouts where it was not given."""
+    """Return the names in ``--layout``; all layouts where it was not given."""
     names = list(LAYOUT_NAMES) if text is None else list(split_names(text))
     if not names or len(set(names)) < len(names):
         raise UsageError(f"--layout {text!r} names no layout, or one twice")

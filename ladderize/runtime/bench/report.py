@@ -2,44 +2,26 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ladderize.console import Console, human_bytes
 from ladderize.errors import UserError
 from ladderize.files.documents import check_writable, write_json
+from ladderize.ranks.device import default_device
 from ladderize.ranks.environment import already_started, is_main_rank
-from ladderize.runtime.bench.document import (
-    LEAST_ROUNDS,
-    PASSES,
-    PHASES,
-    WHOLE_STEP,
-    BenchDocument,
-    BenchRow,
-    PhaseCommunication,
-    few_rounds,
-)
+from ladderize.runtime.bench.document import LEAST_ROUNDS, BenchDocument, BenchRow, PhaseCommunication, few_rounds
+from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.launch import run
 
-TITLES = {
-    "prefill": "Prefill",
-    "decode": "Decode, one step",
-    "step": "Training step",
-    "forward": "Forward pass",
-    "backward": "Backward pass",
-}
-NO_NUMBERS = ("model", "class")  # the columns that are no numbers
 
-
-def run_and_show(
-    measure: Callable[..., BenchDocument], plan: Any, device: str, out: Path | None, console: Console
-) -> BenchDocument:
+def run_and_show(measure: Callable[..., BenchDocument], plan: Any, console: Console) -> BenchDocument:
     """Call ``measure(ranks, plan, console)`` on every rank and return its document.
 
-    Each document that rank 0 reports is written to ``out`` at once. The last one is shown at the end, also after an
+    Each document that rank 0 reports is written to --out at once. The last one is shown at the end, also after an
     error. Raises UserError for a model or schedule that failed its check, and for an overlap that a trace disproves.
     """
-    if out is not None:
-        check_writable(out)
+    options: BenchOptions = plan.options
+    out = options.out
     newest: list[BenchDocument] = []
 
     def keep(document: BenchDocument) -> None:
@@ -47,12 +29,19 @@ def run_and_show(
         if out is not None:
             write_json(out, document.to_dict())
 
-    options = plan.options
+    if out is not None:
+        check_writable(out, inputs=[options.random_weights, options.link])
     if options.tp_size > 1 and not already_started():
         console.note(f"starting {options.tp_size} ranks")
     try:
         document: BenchDocument = run(
-            measure, plan, console, tp_size=options.tp_size, device=device, threads=options.threads, report=keep
+            measure,
+            plan,
+            console,
+            tp_size=options.tp_size,
+            device=options.device or default_device(),
+            threads=options.threads,
+            report=keep,
         )
         if is_main_rank():
             keep(document)
@@ -65,85 +54,77 @@ def run_and_show(
     if document.failed:
         first, *others = document.failed.values()
         raise UserError(f"{first}, so it was not timed" + (f", and neither were {len(others)} more" if others else ""))
-    if disproved := document.disproved:
-        names = " and ".join(disproved)
+    if document.disproved:
+        names = " and ".join(document.disproved)
         raise UserError(f"nothing overlapped in the trace of {names}, although it should: its row is not valid")
     return document
 
 
-# ---- tables ----
+# ---- the tables ----
 
 
-def show_bench(document: BenchDocument, console: Console) -> None:
-    """Print the tables of a benchmark, one for each part, what they mean, and doubts as warnings."""
-    if not document.rows:
-        return
-    rounds = document.options.repeat
-    heading = f"{_heading(document)}, " + (f"medians of {rounds} interleaved rounds" if rounds > 1 else "one round")
-    console.prose(heading + ("" if document.complete else "; UNFINISHED, these are the rows measured so far"))
-    rows = labelled(document.rows)
-    for part in (WHOLE_STEP, *PASSES) if document.options.train else PHASES:
-        console.result(f"\n{TITLES[part]}{' (emulated)' if document.emulated else ''}")
-        lines = [_line(document, row, label, part) for row, label in rows]
-        lines += [dict.fromkeys(lines[0], "") | {"model": Path(name).name, "ms": "failed"} for name in document.failed]
-        kept = [key for key in lines[0] if any(line[key] for line in lines)]
-        console.table(
-            [{key: line[key] for key in kept} for line in lines], right=[key for key in kept if key not in NO_NUMBERS]
-        )
-    console.result("")
-    for line in (*_explained_columns(document), *_explained_checks(document)):
-        console.prose(line)
-    for warning in _warnings(document):
-        console.warn(warning)
+class Entry(NamedTuple):
+    """A row's entry in a column, which is left out where no row has a text in it.
+
+    explanation: of the column, printed below the tables.
+    """
+
+    column: str
+    text: str
+    explanation: str = ""
 
 
-def _heading(document: BenchDocument) -> str:
-    """Return words for the engine, the ranks and what connects or emulates them, the sizes, and the schedule."""
-    options, link = document.options, document.link
-    words = f"{options.ranks} rank{'s' * (options.ranks > 1)}, {document.backend}"
-    if options.emulate_tp is not None and link is not None:
-        words = f"EMULATED: rank 0 of {options.ranks}, {link.name}"
-    if document.engine == "vllm":
-        words = f"vLLM {document.environment.vllm}, {words}"
-        words += "" if document.messages is None else f", messages in flight by {document.messages}"
-    words += f"; {'rows of' if options.train else 'prompt'} {options.prompt_len} tokens"
-    words += "" if options.train else f", output {options.output_len}"
-    return words if options.schedules[0] == "sequential" else f"{words}; schedule {options.schedules[0]}"
+def _entries(document: BenchDocument, row: BenchRow, label: str, phase: str) -> list[Entry]:
+    """Return a row of the table of a phase."""
+    sent, overlap = (row.communication or {}).get(phase), (row.overlap or {}).get(phase)
+    waited, reduces, alone, share = "", "", "", ""
+    if sent is not None and sent.alone_ms:
+        waited, reduces, alone = waited_text(sent), str(sent.all_reduces), short_ms(sent.alone_ms)
+    if overlap is not None and overlap.in_flight_ms:
+        share = f"{overlap.share:.0%}"
+    first = next(each for each in document.rows if each.batch_size == row.batch_size)
+    interval = "{:.2f}-{:.2f}".format(*row.speedup_interval[phase])
+    return [
+        Entry("model", label),
+        Entry("class", (row.architecture or "").removesuffix("ForCausalLM")),
+        Entry("batch", str(row.batch_size)),
+        Entry("ms", short_ms(row.ms[phase])),
+        Entry("tokens/s", f"{row.tokens_per_s:.1f}" if phase in ("decode", "step") else ""),
+        Entry(
+            "of no-comm",
+            f"{row.bound_share:.2f}" if phase == "step" else "",
+            "the share that the fastest step of this model without communication has of the step.",
+        ),
+        Entry(
+            "speed-up",
+            f"{row.speedup[phase]:.2f}x",
+            "over the first row of its batch size; its 95 % interval says how far the rounds disagree.",
+        ),
+        Entry("95 % interval", interval if document.options.repeat >= LEAST_ROUNDS and row is not first else ""),
+        Entry("all-reduces", reduces),
+        Entry(
+            "waited ms",
+            waited,
+            "longer than the same model without communication; <: at most (95 %), where the waiting is too short to be"
+            " measured; ?: unknown.",
+        ),
+        Entry("comm. alone ms", alone, "with nothing beside it."),
+        Entry("in trace", share, "the share of the communication that ran under compute in the trace."),
+    ]
 
 
-def _line(document: BenchDocument, row: BenchRow, label: str, part: str) -> dict[str, str]:
-    """Return a row's line in the table of a part. Columns without any entry are left out later."""
-    sent = (row.communication or {}).get(part)
-    sent = sent if sent is not None and sent.alone_ms else None
-    traced = (row.overlap or {}).get(part)
-    first = next(one for one in document.rows if one.batch_size == row.batch_size)
-    has_interval = document.options.repeat >= LEAST_ROUNDS and row is not first
-    return {
-        "model": label,
-        "class": (row.architecture or "").removesuffix("ForCausalLM"),
-        "batch": str(row.batch_size),
-        "ms": short_ms(row.ms[part]),
-        "tokens/s": f"{row.tokens_per_s:.1f}" if part in ("decode", WHOLE_STEP) else "",
-        "of no-comm": f"{row.bound_share:.2f}" if part == WHOLE_STEP else "",
-        "speed-up": f"{row.speedup[part]:.2f}x",
-        "95 % interval": "{:.2f}-{:.2f}".format(*row.speedup_interval[part]) if has_interval else "",
-        "all-reduces": "" if sent is None else str(sent.all_reduces),
-        "waited ms": "" if sent is None else waited_text(sent),
-        "comm. alone ms": "" if sent is None else short_ms(sent.alone_ms),
-        "in trace": f"{traced.share:.0%}" if traced is not None and traced.in_flight_ms else "",
-    }
-
-
-def labelled(rows: Sequence[BenchRow]) -> list[tuple[BenchRow, str]]:
-    """Return each row with a label: the last part of its model's name, or all of it where labels would be equal."""
-    short = {row.model: Path(row.model).name for row in rows}
-    unique = len(set(short.values())) == len(short)
-    return [(row, short[row.model] if unique else row.model) for row in rows]
+PHASE_TITLES = {
+    "prefill": "Prefill",
+    "decode": "Decode, one step",
+    "step": "Training step",
+    "forward": "Forward pass",
+    "backward": "Backward pass",
+}
 
 
 def short_ms(milliseconds: float) -> str:
     """Return the number with four digits, as many as a measurement has at best."""
-    digits = 3 if milliseconds < 10 else 2 if milliseconds < 100 else 1 if milliseconds < 1000 else 0
+    digits = sum(milliseconds < limit for limit in (1000, 100, 10))
     return f"{milliseconds:.{digits}f}"
 
 
@@ -158,25 +139,59 @@ def waited_text(communication: PhaseCommunication) -> str:
     return f"<{short_ms(high)}" if low <= 0 else short_ms(communication.exposed_ms)
 
 
-# ---- what the tables mean ----
-
-
-def _explained_columns(document: BenchDocument) -> Iterator[str]:
-    sent = [one for row in document.rows for one in (row.communication or {}).values() if one.alone_ms]
-    yield "speed-up: over the first row of its batch size; its 95 % interval says how far the rounds disagree."
-    if sent:
-        yield "waited ms: longer than the same model without communication; comm. alone ms: with nothing beside it."
-    if any(one.exposed_interval_ms[0] <= 0 for one in sent):
-        yield "<: at most (95 %), where the waiting is too short to be measured; ?: unknown."
-    if any(row.overlap for row in document.rows):
-        yield "in trace: the share of the communication that ran under compute in the trace."
-    if document.options.train:
-        yield "of no-comm: the share that the fastest step of this model without communication has of the step."
+def show_bench(document: BenchDocument, console: Console) -> None:
+    """Print the tables of a benchmark, one for each phase, what they mean, and doubts as warnings."""
+    if not document.rows:
+        return
+    console.prose(_heading(document))
+    labels = _labels(document.rows)
+    explained: dict[str, str] = {}
+    for phase in ("step", "forward", "backward") if document.options.train else ("prefill", "decode"):
+        console.result(f"\n{PHASE_TITLES[phase]}{' (emulated)' if document.link is not None else ''}")
+        table = [_entries(document, row, labels[row.model], phase) for row in document.rows]
+        shown = [entry for column in zip(*table, strict=True) for entry in column if entry.text]
+        explained |= {entry.column: entry.explanation for entry in shown if entry.explanation}
+        titles = dict.fromkeys(entry.column for entry in shown)
+        lines = [{entry.column: entry.text for entry in row if entry.column in titles} for row in table]
+        for name in document.failed:
+            lines.append(dict.fromkeys(titles, "") | {"model": Path(name).name, "ms": "failed"})
+        console.table(lines, right=[title for title in titles if title not in ("model", "class")])
+    console.result("")
+    for title, explanation in explained.items():
+        console.prose(f"{title}: {explanation}")
     if any(row.is_random for row in document.rows):
-        yield "Weights are random: only the times are meaningful."
+        console.prose("Weights are random: only the times are meaningful.")
+    for line in _checks(document, labels):
+        console.prose(line)
+    for warning in _warnings(document):
+        console.warn(warning)
 
 
-def _explained_checks(document: BenchDocument) -> Iterator[str]:
+def _heading(document: BenchDocument) -> str:
+    """Return the engine, the ranks and what connects or emulates them, the sizes, the schedule, and the rounds."""
+    options, link = document.options, document.link
+    ranks = f"{options.ranks} rank{'s' * (options.ranks > 1)}, {document.backend}"
+    if options.emulate_tp is not None and link is not None:
+        ranks = f"EMULATED: rank 0 of {options.ranks}, {link.name}"
+    if document.engine == "vllm":
+        ranks = f"vLLM {document.environment.vllm}, {ranks}"
+        ranks += "" if document.messages is None else f", messages in flight by {document.messages}"
+    sizes = f"prompt {options.prompt_len} tokens, output {options.output_len}"
+    if options.train:
+        sizes = f"rows of {options.prompt_len} tokens"
+    schedule = "" if options.schedules[0] == "sequential" else f"; schedule {options.schedules[0]}"
+    rounds = f"medians of {options.repeat} interleaved rounds" if options.repeat > 1 else "one round"
+    doubt = "" if document.complete else "; UNFINISHED, these are the rows measured so far"
+    return f"{ranks}; {sizes}{schedule}, {rounds}{doubt}"
+
+
+def _labels(rows: Sequence[BenchRow]) -> dict[str, str]:
+    """Return a label of each model: the last part of its name, or all of it where labels would be equal."""
+    short = {row.model: Path(row.model).name for row in rows}
+    return short if len(set(short.values())) == len(short) else {name: name for name in short}
+
+
+def _checks(document: BenchDocument, labels: dict[str, str]) -> Iterator[str]:
     """Yield the outcome of the checks before timing, and what they did not see."""
     for failure in document.failed.values():
         yield f"Check FAILED, so not timed: {failure}."
@@ -190,8 +205,6 @@ def _explained_checks(document: BenchDocument) -> Iterator[str]:
                 f" sums block; the largest difference is {worst:.0%} of the tolerance."
             )
         return
-    rows = labelled(document.rows)
-    labels = {row.model: label for row, label in rows}
     for model, check in document.checks.items():
         yield (
             f"Reference check of {labels.get(model, model)}: passed. Largest logit difference to transformers in"
@@ -199,19 +212,18 @@ def _explained_checks(document: BenchDocument) -> Iterator[str]:
             f" {check['rms_difference']:.2g} ({check['rms_tolerance']:.2g});"
             f" {check['equal_greedy_tokens']:.0f} of {check['greedy_tokens']:.0f} tokens equal."
         )
-    unchecked = {row.model for row, _ in rows if row.is_model and not row.is_random} - set(document.checks)
+    unchecked = {row.model for row in document.rows if row.is_model and not row.is_random} - document.checks.keys()
     if unchecked:
         yield f"Not checked against a reference: {', '.join(sorted(unchecked))}."
 
 
 def _warnings(document: BenchDocument) -> Iterator[str]:
     """Yield the doubts about an emulated link's times and about the rounds."""
-    if (link := document.link) is not None:
-        if link.derived:
-            yield f"{link.name} was not measured with {document.options.ranks} ranks: its times are {link.derived}"
-        sizes = sorted({int(name.split()[-2]) for name in document.alone_ms})
-        if outside := [human_bytes(size) for size in sizes if not link.in_range(size)]:
-            extrapolated = " to ".join(dict.fromkeys((outside[0], outside[-1])))
-            yield f"extrapolated beyond the sizes that {link.name} was measured at: messages of {extrapolated}"
-    if few := few_rounds(document.options.repeat):
-        yield few
+    link, sizes = document.link, document.extrapolated_bytes
+    if link is not None and link.derived:
+        yield f"{link.name} was not measured with {document.options.ranks} ranks: its times are {link.derived}"
+    if link is not None and sizes:
+        extrapolated = " to ".join(dict.fromkeys((human_bytes(sizes[0]), human_bytes(sizes[-1]))))
+        yield f"extrapolated beyond the sizes that {link.name} was measured at: messages of {extrapolated}"
+    if doubt := few_rounds(document.options.repeat):
+        yield doubt

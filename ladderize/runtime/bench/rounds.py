@@ -1,37 +1,154 @@
-"""Interleaved rounds: every variant runs once in each, with and without communication.
+"""Variants timed against each other in interleaved rounds, with communication and without, in an order that is drawn
+anew for each round, so that disturbances of the machine hit all alike.
 
-The order is drawn anew for each round, so that disturbances of the machine hit all variants alike. Before that, the
-messages of a pass are counted: the reference check cannot see a sum that is left out where sums are emulated, or where
-weights are random.
+Intervals are 95 % intervals of a paired bootstrap: rounds are drawn with replacement, and a round's times of both
+variants stay together, since a slow moment of the machine hits both.
 """
 
-import contextlib
+import functools
 import random
 import statistics
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import record_function
 
 from ladderize.console import Console
 from ladderize.errors import UserError
-from ladderize.layout import APART, BLOCKING, DROPPED, HIDING, Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import MODEL_ROW, Overlap, may_overlap
+from ladderize.runtime.bench.document import (
+    BASELINE_ROW,
+    MODEL_ROW,
+    NO_COMM,
+    BenchDocument,
+    BenchRow,
+    Overlap,
+    PhaseCommunication,
+    may_overlap,
+)
+from ladderize.runtime.bench.messages import Sender, recorded
 from ladderize.runtime.bench.options import BenchOptions
-from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.collectives.observed import Message, Recording
+from ladderize.runtime.bench.trace import cpu_flights, flights_of, gpu_flights, overlap_of, traced_events
+from ladderize.runtime.collectives.base import NoCommunication
+from ladderize.runtime.collectives.observed import Message
 from ladderize.runtime.graphs import capture
-from ladderize.runtime.schedule import Schedule, ScheduleName
-from ladderize.runtime.shards import Shape, group_size
+from ladderize.runtime.schedule import ScheduleName
 from ladderize.runtime.spec import ModelSpec
 
-SomeCollectives = TypeVar("SomeCollectives", bound=Collectives)
+TRACED_PASSES = 4
+ALONE_ROUNDS, ALONE_REPEAT = 6, 10
+FAR_FROM_LINK = 0.1  # an emulated message's time, as a share of what its link says
+GRAPH_GAP = 1e-6  # seconds between two kernels of a graph, at most
+MIN_OVERLAP = 0.01  # of the time in flight: less under compute than this is none at all
+DRAWN_ROUNDS = 2000
+
+Run = Callable[[int], Iterator[None]]
+Samples = dict[str, list[float]]  # ms of one pass in every counted round, by phase
+
+
+@dataclass
+class Variant:
+    """A model, or a baseline, at one batch size, by one schedule.
+
+    run: runs it once, with so many passes of its last phase. It yields when it is ready, and when the work of each
+    phase is done. All ranks call it.
+    silent: the same without communication; the difference in time is what ``run`` waits for. None in vLLM.
+    messages: the messages of each phase; empty in vLLM, whose are not seen.
+    has_silent_row: its times without communication are the row of the no-comm baseline.
+    """
+
+    name: str
+    spec: ModelSpec
+    model: Sender
+    run: Run
+    silent: Run | None = None
+    kind: str = MODEL_ROW
+    schedule: ScheduleName = "sequential"
+    messages: dict[str, list[Message]] = field(default_factory=dict)
+    has_silent_row: bool = False
+    architecture: str | None = None
+    samples: Samples = field(default_factory=dict)
+    silent_samples: Samples = field(default_factory=dict)
+    overlap: dict[str, Overlap] | None = None
+
+
+Alone = Callable[[Message, Variant], float]  # the ms of a message with nothing beside it
+
+
+def variant_name(model: str, schedule: str, options: BenchOptions) -> str:
+    """Return the name of the row of a model by a schedule: the model's own by the first schedule that is timed."""
+    return model if schedule == options.schedules[0] else f"{model} by the schedule {schedule}"
+
+
+def measure(
+    document: BenchDocument, open_variants: Callable[[int], list[Variant]], group: Ranks, console: Console
+) -> BenchDocument:
+    """Time all batch sizes and return the finished document. All ranks call it.
+
+    open_variants: returns what is timed at a batch size; those that fail a check are in ``document.failed`` instead.
+    Raises UserError if all variants failed.
+    """
+    for batch in document.options.batch_sizes:
+        if variants := open_variants(batch):
+            time_models(document, variants, batch, group, console)
+        del variants  # before the caches of the next batch size are made
+    if not document.rows:
+        raise UserError(f"{next(iter(document.failed.values()))}, so nothing was timed")
+    document.complete = True
+    return document
+
+
+def time_models(document: BenchDocument, variants: list[Variant], batch: int, group: Ranks, console: Console) -> None:
+    """Time the variants of one batch size, and add their rows to the document, which is reported then, and again with
+    their traces. All ranks call it."""
+    options, earlier = document.options, [*document.rows]
+    alone = functools.partial(time_alone, document=document, group=group, console=console)
+    timed: list[tuple[Run, Samples]] = []
+    for variant in variants:
+        timed.append((variant.run, variant.samples))
+        if variant.silent is not None:
+            timed.append((variant.silent, variant.silent_samples))
+    shuffle = random.Random(options.seed)  # the same on every rank
+    # nothing moves on the terminal while a sample is taken: the bar is drawn between rounds
+    with console.progress(f"timing, batch {batch}", options.warmup + options.repeat) as advance:
+        for number in range(1, options.warmup + options.repeat + 1):
+            counted = number - options.warmup
+            warming = f"warm-up {number} of {options.warmup}"
+            advance(0, f"round {counted} of {options.repeat}" if counted > 0 else warming)
+            shuffle.shuffle(timed)
+            for run, samples in timed:
+                group.barrier()
+                running = run(options.passes.get("decode", 1))
+                next(running)
+                synchronize(group.device)
+                times, begin = [], time.perf_counter()
+                for passes in options.passes.values():
+                    next(running)
+                    times.append(1e3 * (time.perf_counter() - begin) / passes)
+                    begin = time.perf_counter()
+                next(running, None)
+                if counted > 0:
+                    slowest = np.max(group.gather(times), axis=0)  # the group is done when its last rank is
+                    for phase, milliseconds in zip(options.passes, slowest.tolist(), strict=True):
+                        samples.setdefault(phase, []).append(milliseconds)
+            advance(1)
+    with console.stage("timing messages alone, making rows"):
+        document.rows[:] = [*earlier, *rows_of(document, variants, batch, alone)]
+    group.report(document)
+    if options.profile is not None:
+        with console.stage(f"profiling, traces in {options.profile}"):
+            for number, variant in enumerate(variants):
+                group.barrier()
+                stem = "".join(c if c.isalnum() or c in "+-." else "_" for c in Path(variant.name).name)
+                path = options.profile / f"{number}-{stem}-batch{batch}-rank{group.rank}.json"
+                variant.overlap = traced(variant, options, path, group.device, alone)
+        document.rows[:] = [*earlier, *rows_of(document, variants, batch, alone)]
+        group.report(document)
 
 
 def synchronize(device: torch.device) -> None:
@@ -40,12 +157,147 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+# ---- rows ----
+
+
+def rows_of(document: BenchDocument, variants: Sequence[Variant], batch: int, alone: Alone) -> Iterator[BenchRow]:
+    """Yield the rows of timed variants; speed-ups are over the first. All ranks call it."""
+    options, shown = document.options, []
+    for variant in variants:
+        shown.append(variant)
+        if variant.has_silent_row:
+            shown.append(replace(variant, name=NO_COMM, kind=BASELINE_ROW, silent=None, overlap=None))
+            shown[-1].samples = variant.silent_samples
+    total, counted, tokens = "end_to_end", "decode", batch
+    if options.train:
+        total, counted, tokens = "step", "step", batch * options.prompt_len
+    for variant in shown:
+        layout, folder = variant.spec.layout, variant.spec.folder
+        figures = timed_figures(variant.samples, variants[0].samples, options.passes, total)
+        communication, bound_share = None, None
+        if variant.silent is not None:
+            communication = {phase: waited(variant, phase, alone) for phase in options.passes}
+        if options.train:
+            # a model's fastest step without communication, whatever the schedule
+            rivals = [rival.silent_samples.values() for rival in variants if rival.spec is variant.spec]
+            bound_share = min(sum(map(statistics.median, phases)) for phases in rivals) / figures["ms"][total]
+        yield BenchRow(
+            model=variant.name,
+            kind=variant.kind,
+            schedule=variant.schedule,
+            layout=str(layout),
+            attention_sync=list(layout.attention_sync),
+            mlp_sync=list(layout.mlp_sync),
+            sync_tp_size=layout.sync_tp_size,
+            weights="random" if folder is None else str(folder),
+            dtype=variant.spec.dtype,
+            tp_size=options.ranks,
+            batch_size=batch,
+            tokens_per_s=1e3 * tokens / figures["ms"][counted],
+            samples_ms=variant.samples,
+            communication=communication,
+            no_communication_samples_ms=None if variant.silent is None else variant.silent_samples,
+            overlap=variant.overlap,
+            bound_share=bound_share,
+            architecture=variant.architecture,
+            **figures,
+        )
+
+
+def timed_figures(samples: Samples, first: Samples, passes: Mapping[str, int], total: str) -> dict[str, Any]:
+    """Return the times of each phase and of the total, and their speed-ups over ``first``, as fields of a row.
+
+    passes: the number of passes of each phase that the total has.
+    """
+
+    def by_name(rounds: Samples) -> dict[str, Any]:
+        medians = {phase: _medians(rounds[phase]) for phase in passes}
+        return medians | {total: sum(count * medians[phase] for phase, count in passes.items())}
+
+    times, reference = by_name(samples), by_name(first)
+    ratios = {name: reference[name] / times[name] for name in times}
+    return {
+        "ms": {name: float(values[0]) for name, values in times.items()},
+        "speedup": {name: float(values[0]) for name, values in ratios.items()},
+        "speedup_interval": {name: _interval(values) for name, values in ratios.items()},
+    }
+
+
+def _medians(rounds: Sequence[float]) -> Any:
+    """Return the median of the rounds, and after it that of each resample of them."""
+    values = np.asarray(rounds, dtype=float)
+    # A fixed seed, so that the same samples give the same interval, and all series the same rounds: they stay paired.
+    drawn = np.random.default_rng(0).integers(0, len(values), (DRAWN_ROUNDS, len(values)))
+    return np.concatenate([[np.median(values)], np.median(values[drawn], axis=-1)])
+
+
+def _interval(values: Any) -> list[float]:
+    """Return the interval [low, high] that holds 95 % of the resamples' values."""
+    low, high = np.percentile(values[1:], (2.5, 97.5))
+    return [float(low), float(high)]
+
+
+def waited(variant: Variant, phase: str, alone: Alone) -> PhaseCommunication:
+    """Return the communication of a variant in a phase. All ranks call it."""
+    times, silent = _medians(variant.samples[phase]), _medians(variant.silent_samples[phase])
+    sums = [message.bytes for message in variant.messages[phase] if not message.vocabulary]
+    return PhaseCommunication(
+        all_reduces=len(sums),
+        bytes=sum(sums),
+        no_communication_ms=float(silent[0]),
+        alone_ms=sum(alone(message, variant) for message in variant.messages[phase]),
+        exposed_ms=float(times[0] - silent[0]),
+        exposed_interval_ms=_interval(times - silent),
+    )
+
+
+# ---- messages with nothing beside them ----
+
+
+def time_alone(message: Message, variant: Variant, document: BenchDocument, group: Ranks, console: Console) -> float:
+    """Return the ms of a message with nothing beside it, measured when first asked for. All ranks call it.
+
+    An emulated one takes on a CPU what its link says. A GPU's clock may tick too seldom for that, so that it is
+    measured there, too, with a warning where it is far off.
+    """
+    link, size, over = document.link, message.bytes, message.over
+    collectives = variant.model.collectives  # the message goes over them, or over a split of them
+    label = message.collective
+    for ranks, split in collectives.splits.items():
+        if over in split:
+            label += f" within {ranks} ranks" if over is split.within else f" across groups of {ranks} ranks"
+    label += f" of {size} bytes"
+    if label in document.alone_ms:
+        return document.alone_ms[label]
+    asked, seconds = None, 0.0
+    if link is not None and over is collectives:
+        asked = seconds = link.seconds(size * (over.ranks if message.collective == "all_gather" else 1))
+    if asked is None or group.device.type == "cuda":
+        content = torch.zeros(size, dtype=torch.uint8, device=group.device)
+        dtype = variant.spec.torch_dtype
+        content = content.view(torch.bfloat16 if size % dtype.itemsize else dtype)
+        communicate = getattr(over, message.collective)
+
+        def back_to_back() -> None:
+            for _ in range(ALONE_REPEAT):  # after a barrier ranks do not start at once
+                communicate(content)
+
+        if over.ranks > 1 and not isinstance(over, NoCommunication):
+            seconds = seconds_together(group, back_to_back, ALONE_REPEAT, ALONE_ROUNDS)
+    if asked is not None and abs(seconds - asked) > FAR_FROM_LINK * asked + GRAPH_GAP:
+        console.warn(f"an emulated {label} took {1e6 * seconds:.1f} us on this GPU, not {1e6 * asked:.1f} us")
+    if link is not None and not link.in_range(size):
+        document.extrapolated_bytes = sorted({*(document.extrapolated_bytes or ()), size})
+    document.alone_ms[label] = 1e3 * seconds
+    return document.alone_ms[label]
+
+
 def seconds_together(group: Ranks, run: Callable[[], object], count: int, rounds: int, *, graph: bool = True) -> float:
-    """Time a function on all ranks at once; return the seconds of one of its ``count`` parts.
+    """Time a function on all ranks at once; return the seconds of each of the ``count`` times that it does its work.
 
     They are the median of all rounds but the first, each of the slowest rank.
 
-    graph: on a GPU one graph starts all parts: launched one by one, small ones take as long as their launches.
+    graph: on a GPU one graph starts all of it: launched one by one, small kernels take as long as their launches.
     """
     if graph and group.device.type == "cuda":
         run = capture(run, group.device, warm_ups=1)[0].replay
@@ -61,190 +313,40 @@ def seconds_together(group: Ranks, run: Callable[[], object], count: int, rounds
     return statistics.median(samples[1:])
 
 
-class Timed(ABC):
-    """A model and its input, which run once in every round, part by part.
+# ---- traces ----
 
-    model: the object whose ``collectives`` carry its messages.
-    seconds: of every counted round, by part.
-    """
 
-    parts: ClassVar[tuple[str, ...]]
-    model: Any
+def traced(
+    variant: Variant, options: BenchOptions, path: Path, device: torch.device, alone: Alone
+) -> dict[str, Overlap]:
+    """Write the trace of a variant; return the overlap of each phase, with ``proven`` where there should be some."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: dict[str, list[float]] = {part: [] for part in self.parts}
-
-    @abstractmethod
-    def run(self, passes: int | None = None, *, eager: bool = False) -> Iterator[int]:
-        """Run once, and yield at the end of each part the number of its passes. All ranks call it.
-
-        passes: the most of a part; None: as many as are timed.
-        eager: without CUDA graphs, so that the collectives are called for each message.
-        """
-
-    def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
-        """Do what must not be timed."""
-
-    def end_part(self) -> None:
-        """Wait until the work of a part is done."""
-        synchronize(self.device)
-
-    def sample(self) -> list[float]:
-        """Run once and return the seconds of one pass of each part. All ranks call it, right after a barrier."""
-        self.prepare()
-        synchronize(self.device)
-        seconds, begin = [], time.perf_counter()
-        for passes in self.run():
-            self.end_part()
-            seconds.append((time.perf_counter() - begin) / passes)
-            begin = time.perf_counter()
-        return seconds
-
-    def run_marked(self, passes: int) -> None:
-        """Run a few passes of each part inside a span of torch's profiler that has the part's name."""
-        running = self.run(passes)
-        for part in self.parts:
-            with record_function(part):
+    def run_marked() -> None:
+        running = variant.run(min(TRACED_PASSES, options.passes.get("decode", 1)))
+        next(running)
+        for phase in options.passes:
+            with record_function(phase):
                 next(running)
-                synchronize(self.device)
+                synchronize(device)
         next(running, None)
 
-    def samples_ms(self) -> dict[str, list[float]]:
-        """Return the ms of every counted round, by part."""
-        return {part: [1e3 * one for one in seconds] for part, seconds in self.seconds.items()}
-
-    def median_ms(self, part: str) -> float:
-        """Return the median of the counted rounds."""
-        return statistics.median(self.seconds[part]) * 1e3
-
-
-@dataclass
-class Variant:
-    """A model, or a baseline, at one batch size, by one schedule.
-
-    silent: the same without communication; the difference in time is what ``timed`` waits for.
-    messages: the messages of each part; empty in vLLM, whose are not seen.
-    """
-
-    name: str
-    spec: ModelSpec
-    timed: Any
-    silent: Any = None
-    kind: str = MODEL_ROW
-    schedule: ScheduleName = "sequential"
-    messages: dict[str, list[Message]] = field(default_factory=dict)
-    overlap: dict[str, Overlap] | None = None
-    architecture: str | None = None
-
-    @property
-    def overlapping(self) -> set[str]:
-        """The parts in which the layout or the schedule lets a message run under compute."""
-        return {part for part in self.messages if may_overlap(self.spec.layout.modes, self.schedule, part)}
-
-
-def time_rounds(group: Ranks, variants: Sequence[Variant], options: BenchOptions, console: Console, title: str) -> None:
-    """Run as many rounds over all variants as ``options`` say; all ranks call it."""
-    order: list[Timed] = [one for variant in variants for one in (variant.timed, variant.silent) if one is not None]
-    shuffle = random.Random(options.seed)  # the same on every rank
-    rounds = options.warmup + options.repeat
-    # nothing moves on the terminal while a sample is taken: the bar is drawn between rounds
-    with console.progress(title, rounds) as advance:
-        for number in range(1, rounds + 1):
-            counted = number - options.warmup
-            warming = f"warm-up {number} of {options.warmup}"
-            advance(0, f"round {counted} of {options.repeat}" if counted > 0 else warming)
-            shuffle.shuffle(order)
-            for one in order:
-                group.barrier()
-                seconds = one.sample()
-                if counted > 0:  # the group is done when its last rank is
-                    for part, of_ranks in zip(one.parts, zip(*group.gather(seconds), strict=True), strict=True):
-                        one.seconds[part].append(max(of_ranks))
-            advance(1)
-
-
-# ---- the messages of a pass, against those that its layout asks for ----
-
-
-@dataclass(frozen=True)
-class ExpectedMessages:
-    """The all-reduces that a pass must complete: their number, and their bytes together.
-
-    vocabulary: the number of first ones that are the embedding's.
-    """
-
-    all_reduces: int
-    bytes: int
-    vocabulary: int = 0
-
-
-def sent_sums(layout: Layout) -> int:
-    """Return the number of sync points at which something is sent."""
-    return sum(mode != DROPPED for mode in layout.modes)
-
-
-def read_sums(layout: Layout) -> int:
-    """Return the number of sums that a backward pass sends: of sync points after which a sub-module reads the stream.
-
-    An overlapped or delayed sum is there when the next sub-module has computed; if that one's own sum then blocks, the
-    sub-module after it reads the stream with both.
-    """
-    return sent_sums(layout) - sum(one in HIDING and after == BLOCKING for one, after in pairwise(layout.modes))
-
-
-def sums_in_groups(layout: Layout, ranks: int) -> int:
-    """Return the number of sync points at which the processes of a virtual rank sum among themselves first."""
-    if group_size(layout.sync_tp_size, ranks) == 1:
-        return 0
-    return sum(mode in APART for mode in layout.modes)
-
-
-def expected_messages(
-    shape: Shape, sums: int, itemsize: int, schedule: Schedule, rows: int, tokens: int, in_groups: int = 0
-) -> ExpectedMessages:
-    """Return the messages of one forward pass over ``rows`` x ``tokens``.
-
-    The embedding's are among them where ranks share it. Each part of the schedule sends its own.
-
-    sums: the number of sums of the layers.
-    in_groups: the number of sums within groups.
-    itemsize: bytes of a number of the stream.
-    """
-    shared, parts = int(not shape.replicate_vocab), schedule.parts(rows, tokens)
-    whole = rows * tokens * shape.hidden * itemsize
-    return ExpectedMessages(parts * (sums + in_groups + shared), (sums + in_groups + shared) * whole)
-
-
-@contextlib.contextmanager
-def sending_over(model: Any, collectives: SomeCollectives) -> Iterator[SomeCollectives]:
-    """Replace ``model.collectives`` until the end of the block."""
-    before, model.collectives = model.collectives, collectives
-    try:
-        yield collectives
-    finally:
-        model.collectives = before
-
-
-def record_messages(timed: Timed, name: str, expected: Mapping[str, ExpectedMessages]) -> dict[str, list[Message]]:
-    """Run one pass of each part, and return its messages. Raises UserError unless all expected ones were sent and
-    waited for.
-
-    name: for the message of the error.
-    """
-    messages = {}
-    with sending_over(timed.model, Recording(timed.model.collectives)) as recording:
-        for part, _ in zip(timed.parts, timed.run(1, eager=True), strict=True):
-            messages[part], due = [*recording.messages], expected[part]
-            recording.messages.clear()
-            sums = [message for message in messages[part] if message.collective == "all_reduce"]
-            completed = [message.bytes for message in sums if message.completed]
-            if (len(completed), sum(completed)) != (due.all_reduces, due.bytes):
-                raise UserError(
-                    f"{name}: its {part} completed {len(completed)} all-reduces of {sum(completed)} bytes, where the"
-                    f" layout asks for {due.all_reduces} of {due.bytes}: this is not the model that was asked for, so"
-                    " nothing was timed"
-                )
-            for message in sums[: due.vocabulary]:
-                message.vocabulary = True
-    return messages
+    with recorded(variant.model) as recording:
+        events = traced_events(run_marked, path, device, recording)
+    if device.type == "cuda":
+        flights = gpu_flights(events)
+    else:
+        sums = [message for message in recording.messages if message.collective == "all_reduce"]
+        flights = cpu_flights(events, [1e3 * alone(message, variant) for message in sums])
+    if variant.model.collectives.ranks > 1 and any(variant.messages.values()) and not flights:
+        raise UserError(
+            f"--profile: messages were sent, but none of the kernels in {path} is known to be communication; please"
+            " report their names"
+        )
+    overlaps = {phase: overlap_of(flights_of(phase, flights, events)) for phase in options.passes}
+    for phase, overlap in overlaps.items():
+        # ranks copy the messages of shared memory themselves: none is in flight
+        is_seen = phase in variant.messages and recording.name != "shm"
+        if is_seen and may_overlap(variant.spec.layout.modes, variant.schedule, phase):
+            proven = overlap.under_compute_ms > MIN_OVERLAP * overlap.in_flight_ms
+            overlaps[phase] = replace(overlap, proven=proven)
+    return overlaps

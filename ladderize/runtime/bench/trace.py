@@ -19,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from ladderize.errors import UserError
 from ladderize.runtime.bench.document import Overlap
-from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.observed import TRACED_START, TRACED_WAIT, Recording
 
 # Kernels of NCCL; of torch's symmetric memory; of vLLM's custom all-reduce (cross_device_reduce) and quick reduce; of
@@ -33,50 +32,21 @@ COMMUNICATION_KERNELS = re.compile(
 
 
 class Flight(NamedTuple):
-    """A message: its start, its time in flight, and the part of that under compute, in microseconds."""
+    """A message: its start, its time in flight, and how much of that was under compute, in microseconds."""
 
     start: float
     in_flight: float
     covered: float
 
 
-def trace(
-    run: Callable[[], None],
-    parts: Sequence[str],
-    path: Path,
-    device: torch.device,
-    traced: Recording,
-    alone: Callable[[Collectives, int], float],
-    due: int = 0,
-) -> dict[str, Overlap]:
-    """Write the trace of ``run()`` to ``path``, and return the overlap of each part.
-
-    parts: names of spans that ``run()`` marks with ``record_function``; the device is idle at their ends.
-    traced: the collectives of the model that runs.
-    alone: returns the seconds of an all-reduce of so many bytes over such collectives with nothing beside it.
-    due: the messages that a GPU's trace must show. ``traced`` does not see those that CUDA graphs send.
-    """
-    events = traced_events(run, path, device, traced)
-    if device.type == "cuda":
-        flights = gpu_flights(events)
-    else:
-        sums = [message for message in traced.messages if message.collective == "all_reduce"]
-        flights = cpu_flights(events, [1e6 * alone(one.over, one.bytes) for one in sums])
-    if due and not flights:
-        raise UserError(
-            f"--profile: {due} messages were sent, but none of the kernels in {path} is known to be"
-            " communication; please report their names"
-        )
-    return {part: overlap_of(flights_of(part, flights, events)) for part in parts}
-
-
 def traced_events(run: Callable[[], None], path: Path, device: torch.device, traced: Recording) -> list[dict[str, Any]]:
     """Run twice, write the trace of the second run to ``path``, and return its events."""
     on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks
     run()  # warm-up, not traced
     traced.messages.clear()
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+    with profile(activities=activities) as profiler:
         run()
         # Gloo notes the end of each send and receive in the profiler that was active at its start. A receive that is
         # still posted when the profiler stops would later note its end in memory that has been freed.
@@ -91,12 +61,12 @@ def traced_events(run: Callable[[], None], path: Path, device: torch.device, tra
     return events
 
 
-def flights_of(part: str, flights: Iterable[Flight], events: Iterable[dict[str, Any]]) -> list[Flight]:
-    """Return the messages that were started in a part, which may have run several times."""
+def flights_of(phase: str, flights: Iterable[Flight], events: Iterable[dict[str, Any]]) -> list[Flight]:
+    """Return the messages that were started in a phase, which may have run several times."""
     spans = [
         (event["ts"], event["ts"] + event["dur"])
         for event in events
-        if event.get("name") == part and event.get("cat") == "user_annotation"
+        if event.get("name") == phase and event.get("cat") == "user_annotation"
     ]
     return [flight for flight in flights if any(begin <= flight.start < end for begin, end in spans)]
 
@@ -143,6 +113,7 @@ def gpu_flights(events: Iterable[dict[str, Any]]) -> list[Flight]:
     starts, stops = [start for start, _ in compute], [stop for _, stop in compute]
     flights = []
     for start, stop in sorted(spans[True]):
-        beside = compute[bisect.bisect_right(stops, start) : bisect.bisect_left(starts, stop)]
-        flights.append(Flight(start, stop - start, sum(min(stop, end) - max(start, begin) for begin, end in beside)))
+        meanwhile = compute[bisect.bisect_right(stops, start) : bisect.bisect_left(starts, stop)]
+        covered = sum(min(stop, end) - max(start, begin) for begin, end in meanwhile)
+        flights.append(Flight(start, stop - start, covered))
     return flights

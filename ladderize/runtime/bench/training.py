@@ -1,15 +1,15 @@
-"""``ladderize bench --train``: training steps of each model by each schedule.
+"""``ladderize bench --train``: forward and backward passes over random tokens, with gradients of all parameters in
+float32. The optimizer does not communicate, so it is left out.
 
-A step is a forward and a backward pass over a batch of random tokens: cross-entropy on random targets, gradients of all
-parameters in float32. The optimizer is no part of it: it does not communicate. Before any timing, every schedule must
-give the loss and gradients of the sequential one of the same model, every sum waited for at once; the tests compare
-that one with transformers. This check computes in float32, since bfloat16 alone takes a gradient up to 0.2 off.
+Before any timing, every schedule must give the loss and gradients of the sequential one of the same model, every sum
+waited for at once; the tests compare that one with transformers. This check computes in float32, since bfloat16 alone
+takes a gradient up to 0.2 off.
 """
 
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,17 +19,10 @@ from ladderize.checkpoint.config import expected_tensors
 from ladderize.console import Console
 from ladderize.ranks.device import avoid_cudnn_attention
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, PASSES, variant_name
-from ladderize.runtime.bench.plan import BenchPlan, weights_key
-from ladderize.runtime.bench.rounds import (
-    Timed,
-    Variant,
-    expected_messages,
-    read_sums,
-    record_messages,
-    sent_sums,
-)
-from ladderize.runtime.bench.run import BenchRun
+from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, BenchDocument
+from ladderize.runtime.bench.messages import expected_messages, read_sums, record_messages, sent_sums
+from ladderize.runtime.bench.plan import weights_key
+from ladderize.runtime.bench.rounds import Variant, synchronize, variant_name
 from ladderize.runtime.collectives.base import Collectives, Handle, NoCommunication
 from ladderize.runtime.collectives.observed import Message, Observed
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
@@ -44,48 +37,69 @@ _TOLERANCE = 1e-4  # of the norm of what is compared: for another order of sums 
 SMALL_TENSOR = 1e-3
 
 
-class TrainingRun(BenchRun):
-    def __init__(self, group: Ranks, plan: BenchPlan, console: Console, collectives: Collectives) -> None:
-        super().__init__(group, plan.options, console, plan.link)
-        self.specs, self.collectives, self.silence = plan.specs, collectives, NoCommunication(collectives.ranks)
-        self.open_step = step_opener(group, plan.options.ranks)
+def open_steps(
+    specs: Sequence[ModelSpec],
+    open_step: "OpenStep",
+    collectives: Collectives,
+    document: BenchDocument,
+    group: Ranks,
+    console: Console,
+    rows: int,
+) -> list[Variant]:
+    """Open every model with every schedule, and leave out those whose gradients are not the sequential schedule's.
 
-    def open_variants(self, batch: int) -> list[Variant]:
-        """Open every model with every schedule, and leave out those whose gradients are not the sequential schedule's.
+    Raises UserError if one sends other messages than its layout asks for.
+    """
+    options, variants = document.options, []
+    with console.stage(f"opening and checking the schedules, batch {rows}"):
+        for spec in specs:
+            batch = Batch.random(spec.config["vocab_size"], rows, options.prompt_len, options.seed, group.device)
+            expected = None
+            if options.check:
+                blocking = open_step(spec, SEQUENTIAL, Blocking(collectives), batch)
+                expected = outcome_of(blocking.in_float32(), group)
+            for schedule in options.timed_schedules:
+                step = open_step(spec, schedule, collectives, batch)
+                silent = open_step(spec, schedule, NoCommunication(collectives.ranks), batch)
+                name = variant_name(spec.name, schedule.name, options)
+                messages = step.recorded_messages(name)
+                if expected is not None:
+                    title = f"{name}, {rows} rows"
+                    agreement = check_outcome(outcome_of(step.in_float32(), group), expected, group)
+                    if isinstance(agreement, str):
+                        document.failed[title] = f"{title}: {agreement}"
+                        continue
+                    document.checks[title] = agreement
+                variant = Variant(
+                    name,
+                    spec,
+                    step.model,
+                    step.run,
+                    silent.run,
+                    kind=MODEL_ROW if name == spec.name else BASELINE_ROW,
+                    schedule=schedule.name,
+                    messages=messages,
+                )
+                variants.append(variant)
+    return variants
 
-        Raises UserError if one sends other messages than its layout asks for.
-        """
-        with self.console.stage(f"opening and checking the schedules, batch {batch}"):
-            return [variant for spec in self.specs for variant in self._variants_of(spec, batch)]
 
-    def _variants_of(self, spec: ModelSpec, rows: int) -> Iterator[Variant]:
-        options, group = self.options, self.group
-        batch = Batch.random(spec.config["vocab_size"], rows, options.prompt_len, options.seed, group.device)
-        wanted = None
-        if options.check:
-            blocking = self.open_step(spec, SEQUENTIAL, Blocking(self.collectives), batch)
-            wanted = outcome_of(blocking.in_float32(), group)
-        for schedule in options.timed_schedules:
-            timed, silent = (self.open_step(spec, schedule, one, batch) for one in (self.collectives, self.silence))
-            name = variant_name(spec.name, schedule.name, options)
-            messages = timed.recorded_messages(name)
-            if wanted is not None:
-                agreement = check_outcome(outcome_of(timed.in_float32(), group), wanted, group)
-                if isinstance(agreement, str):
-                    self.failed[f"{name}, {rows} rows"] = f"{name}, {rows} rows: {agreement}"
-                    continue
-                self.checks[f"{name}, {rows} rows"] = agreement
-            kind = MODEL_ROW if name == spec.name else BASELINE_ROW
-            yield Variant(name, spec, timed, silent, kind, schedule.name, messages)
+class OfGroup(Collectives):
+    """The way of ``sum_partial_gradients``, which is another than the model's."""
+
+    def __init__(self, group: Ranks) -> None:
+        super().__init__(group.size)
+        self.group = group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.group.sum(x)
 
 
-class ModelStep(Timed):
+class ModelStep:
     """A model with a batch.
 
     group: the ranks of ``collectives``, or this one alone where they are emulated.
     """
-
-    parts = PASSES
 
     def __init__(
         self,
@@ -96,10 +110,8 @@ class ModelStep(Timed):
         batch: Batch,
         group: Ranks,
     ) -> None:
-        super().__init__(group.device)
         self.spec, self.weights, self.schedule, self.batch, self.group = spec, weights, schedule, batch, group
         self.model = TPTraining(weights, spec.config, spec.layout, collectives, schedule=schedule)
-        self.partial = weights.partial_numbers  # in the one message that sums gradients
 
     def in_float32(self) -> "ModelStep":
         """Return the same step from the same weights, computed in float32."""
@@ -108,11 +120,15 @@ class ModelStep(Timed):
         spec = replace(self.spec, dtype="float32")
         return ModelStep(spec, weights, self.schedule, self.model.collectives, self.batch, self.group)
 
-    def run(self, passes: int | None = None, *, eager: bool = False) -> Iterator[int]:
+    def run(self, passes: int = 1) -> Iterator[None]:
+        """Run a forward and a backward pass, as ``Variant.run`` does."""
+        yield
         loss = self.forward()
-        yield 1
+        synchronize(self.group.device)
+        yield
         self.backward(loss)
-        yield 1
+        synchronize(self.group.device)
+        yield
         self.weights.zero_grad(set_to_none=True)
 
     @property
@@ -131,26 +147,26 @@ class ModelStep(Timed):
         if self.is_real:
             self.weights.sum_partial_gradients(self.group)
         elif self.model.collectives.ranks > 1:  # the same message, for its emulated delay
-            self.model.collectives.all_reduce(loss.new_zeros(self.partial))
+            self.model.collectives.all_reduce(loss.new_zeros(self.weights.partial_numbers))
 
     def recorded_messages(self, name: str) -> dict[str, list[Message]]:
-        """Return the messages of each pass. Raises UserError for unexpected ones.
+        """Return the messages of each pass. Raises UserError for unexpected ones, with the step's name.
 
         The gradient of a sub-module's input is as large as the sum that it reads.
-
-        name: the step, for the message of the error.
         """
-        small = Message("all_reduce", self.model.collectives, 4 * self.partial)
-        sizes = (self.spec.torch_dtype.itemsize, self.schedule, *self.batch.input_ids.shape)
-        expected = {
-            part: expected_messages(self.weights.shape, count(self.spec.layout), *sizes)
-            for part, count in zip(PASSES, (sent_sums, read_sums), strict=True)
-        }
+        shape, layout, itemsize = self.weights.shape, self.spec.layout, self.spec.torch_dtype.itemsize
+        carrier = OfGroup(self.group) if self.is_real else self.model.collectives
+        small = Message("all_reduce", carrier, 4 * self.weights.partial_numbers)
+        expected = {}
+        for phase, sums in (("forward", sent_sums), ("backward", read_sums)):
+            size = self.batch.input_ids.shape
+            due = expected_messages(shape, sums(layout, shape.tp_size), itemsize, self.schedule, *size)
+            expected[phase] = replace(due, vocabulary=0)
         if self.model.collectives.ranks > 1 and not self.is_real:
             due = expected["backward"]
             expected["backward"] = replace(due, all_reduces=due.all_reduces + 1, bytes=due.bytes + small.bytes)
-        sent = record_messages(self, name, expected)
-        if self.is_real:  # it goes another way (``sum_partial_gradients``)
+        sent = record_messages(name, self.model, self.run(), expected)
+        if self.is_real:
             sent["backward"].append(small)
         return sent
 
@@ -206,18 +222,14 @@ def outcome_of(step: ModelStep, group: Ranks) -> Outcome:
     loss = step.forward()
     step.backward(loss)
     parameters = step.weights.named_parameters()
-    gradients = {name: own.grad.detach().clone() for name, own in parameters if own.grad is not None}
+    gradients = {name: weight.grad.detach().clone() for name, weight in parameters if weight.grad is not None}
     step.weights.zero_grad(set_to_none=True)
     squares = group.gather(sum(_norm(gradient) ** 2 for gradient in gradients.values()))
     return Outcome(float(loss.detach()), gradients, sum(squares) ** 0.5)
 
 
 def check_outcome(outcome: Outcome, wanted: Outcome, group: Ranks) -> dict[str, float] | str:
-    """Compare a float32 step's loss and gradients with those of the reference; return the differences, or a failure in
-    words.
-
-    All ranks call it and return the same.
-    """
+    """Return the differences of a float32 step from the reference, or a failure in words, equal on all ranks."""
     loss = abs(outcome.loss - wanted.loss) / max(abs(wanted.loss), 1e-12)
     worst, name = max(group.gather(_worst(outcome, wanted)))
     if not math.isfinite(wanted.loss) or not math.isfinite(wanted.norm):
@@ -242,7 +254,8 @@ def _worst(outcome: Outcome, wanted: Outcome) -> tuple[float, str]:
         (_norm(outcome.gradients[name] - gradient) / max(_norm(gradient), SMALL_TENSOR * wanted.norm, 1e-30), name)
         for name, gradient in wanted.gradients.items()
     ]
-    return max(((math.inf if math.isnan(one) else one, name) for one, name in differences), default=(0.0, ""))
+    numbers = [(math.inf if math.isnan(difference) else difference, name) for difference, name in differences]
+    return max(numbers, default=(0.0, ""))
 
 
 def _norm(gradient: Tensor) -> float:

@@ -89,21 +89,21 @@ class Collectives:
 
         All ranks call it, with no handle left to wait for, before a pass whose sizes may be new.
         """
-        for part in self.parts:
-            part.tidy()
+        for collectives in self.parts:
+            collectives.tidy()
 
     def settle(self) -> None:
         """Finish all communication of this backend, also receives that were posted ahead of their message.
 
         All ranks call it, at the end, and where the next messages are of another kind, with no handle left to wait for.
         """
-        for part in self.parts:
-            part.settle()
+        for collectives in self.parts:
+            collectives.settle()
 
     @property
     def parts(self) -> "list[Collectives]":
         """The collectives that end with these, such as those that were made by ``split``."""
-        return [part for split in self.splits.values() for part in split]
+        return [collectives for split in self.splits.values() for collectives in split]
 
 
 class Split(NamedTuple):
@@ -120,13 +120,13 @@ class AcrossGroups(Collectives):
     Each rank sends its own slice of a long message, so that the group's message crosses the link once; the group then
     gathers the slices. Short ones go whole, from every rank.
 
-    place: of this rank in its group.
+    position: of this rank in its group.
     peers: the collectives of the ranks at this place in every group.
     """
 
-    def __init__(self, within: Collectives, peers: Collectives, place: int) -> None:
+    def __init__(self, within: Collectives, peers: Collectives, position: int) -> None:
         super().__init__(peers.ranks)
-        self.name, self.within, self.peers, self.place = peers.name, within, peers, place
+        self.name, self.within, self.peers, self.place = peers.name, within, peers, position
 
     def all_reduce_async(self, x: Tensor) -> Handle:
         if x.nbytes < SLICED_BYTES or x.shape[-1] % self.within.ranks:

@@ -1,10 +1,7 @@
 """The choice of a group's backend, with its reason."""
 
-from typing import get_args
-
 import torch
 
-from ladderize.choices import BackendName
 from ladderize.console import sentence
 from ladderize.errors import UsageError, UserError
 from ladderize.ranks.device import cores
@@ -14,37 +11,30 @@ from ladderize.runtime.collectives.gloo import Gloo
 from ladderize.runtime.collectives.gpu import ONE_SHOT_BYTES, Nccl, SymmetricMemory
 from ladderize.runtime.collectives.shm import LEAST_SLOTS, SharedMemory
 
-BACKENDS = get_args(BackendName)
-
 
 def check_backend(backend: str, ranks: int, device: str) -> None:
-    """Raise UsageError for a backend that is unknown or takes no effect, UserError for one of another device."""
-    if backend not in BACKENDS:
-        raise UsageError(f"--backend {backend} is not one of {', '.join(BACKENDS)}")
+    """Raise UsageError for a backend that takes no effect, UserError for one of another device."""
     if backend != "auto" and ranks == 1:
         raise UsageError(f"--backend {backend} has no effect with one rank; leave it out or raise --tp-size")
-    if backend in ("nccl", "symm_mem", "gloo", "shm") and (backend in ("nccl", "symm_mem")) != (device == "cuda"):
-        raise UserError(
-            f"--backend {backend} is for {'CPUs' if device == 'cuda' else 'GPUs'}, but the ranks would compute on"
-            f" {device}"
-        )
+    if backend in (("gloo", "shm") if device == "cuda" else ("nccl", "symm_mem")):
+        others = "CPUs" if device == "cuda" else "GPUs"
+        raise UserError(f"--backend {backend} is for {others}, but the ranks would compute on {device}")
 
 
 def choose(backend: str, group: Ranks, *, max_bytes: int, in_flight: int = 1) -> tuple[Collectives, str]:
-    """Return the collectives of a group, and one sentence on the choice. Raises UserError where ``backend`` cannot
-    work.
+    """Return the collectives of a group, and one sentence on the choice.
 
-    max_bytes: the largest message that will be sent.
+    max_bytes: of the largest message that will be sent.
     in_flight: the most messages that are started before one is waited for.
     """
     collectives, why = _chosen(backend, group, max_bytes, in_flight)
 
     def make_split(size: int) -> Split:
         peers, neighbours = group.split(size, INFERENCE_TIMEOUT)  # training has no groups
-        own = backend if backend in ("nccl", "gloo", "none") else "auto"  # shared memory may serve a part alone
+        name = backend if backend in ("nccl", "gloo", "none") else "auto"  # shared memory may serve a part alone
         within, across = (
-            choose(own if part.size > 1 else "auto", part, max_bytes=max_bytes, in_flight=in_flight)[0]
-            for part in (neighbours, peers)
+            choose(name if ranks.size > 1 else "auto", ranks, max_bytes=max_bytes, in_flight=in_flight)[0]
+            for ranks in (neighbours, peers)
         )
         return Split(within, AcrossGroups(within, across, neighbours.rank))
 
@@ -61,14 +51,14 @@ def _chosen(backend: str, group: Ranks, max_bytes: int, in_flight: int) -> tuple
     if group.device.type == "cuda":
         return _on_gpu(backend, group)
     slots = max(LEAST_SLOTS, in_flight)
-    found = SharedMemory.problem(
+    mine = SharedMemory.problem(
         hosts=group.gather(host_id()),
         cores=len(set().union(*group.gather(cores()))),
         max_bytes=max_bytes,
         slots=slots,
         others=max(group.gather(group.others)),
     )
-    problem = next(filter(None, group.gather(found)), None)  # one answer for all ranks
+    problem = next(filter(None, group.gather(mine)), None)  # one answer for all ranks
     if backend == "shm" or (backend == "auto" and problem is None):
         if problem is not None:
             raise UserError(f"--backend shm cannot be used: {problem}; --backend gloo can")
@@ -102,6 +92,6 @@ def _on_gpu(backend: str, group: Ranks) -> tuple[Collectives, str]:
 
 def _peers_reachable(group: Ranks) -> bool:
     """Return True if all devices that this process sees reach each other's memory."""
-    own, seen = group.device.index, range(torch.cuda.device_count())
-    peers = set(group.gather(own)) - {own}
-    return all(torch.cuda.can_device_access_peer(own, peer) for peer in peers if peer in seen)
+    index, seen = group.device.index, range(torch.cuda.device_count())
+    peers = set(group.gather(index)) - {index}
+    return all(torch.cuda.can_device_access_peer(index, peer) for peer in peers if peer in seen)

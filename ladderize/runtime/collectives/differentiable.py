@@ -153,9 +153,9 @@ class _Wait(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        link, (link.direct, own) = ctx.link, gradients
-        if own is not None:
-            link.handle = link.collectives.all_reduce_async(own.contiguous())
+        link, (link.direct, of_x) = ctx.link, gradients
+        if of_x is not None:
+            link.handle = link.collectives.all_reduce_async(of_x.contiguous())
         # the nodes before this one find their gradients in the link: autograd never touches a message on its way
         return (None,) * 4
 

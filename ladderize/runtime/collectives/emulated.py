@@ -64,8 +64,9 @@ class EmulatedOnGpu(OnStream):
 
 
 def idle_on_gpu() -> Callable[[int], None]:
-    """Return a function that keeps the current stream busy for some nanoseconds. Raises UserError without Triton."""
-    if problem := why_no_triton():
+    """Return a function that keeps the current stream busy for some nanoseconds."""
+    problem = why_no_triton()
+    if problem is not None:
         raise UserError(f"emulated ranks on a GPU need Triton: {problem}")
     from ladderize.runtime.native.triton_kernels import idle
 
@@ -94,8 +95,7 @@ def emulate(ranks: int, link: Link, device: torch.device, interconnect: Intercon
 
 
 def sleep_until(deadline: float) -> None:
-    """Return at ``deadline`` (time.perf_counter) and not before: sleep first, to free the core, then watch the
-    clock."""
+    """Return at ``deadline`` (time.perf_counter): sleep first, to free the core, then watch the clock."""
     clock = time.perf_counter
     left = deadline - clock()
     if left > SLEEP_SLACK:

@@ -61,9 +61,9 @@ class Gloo(Collectives):
         return Handle(finish)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(self.ranks)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, -1)
+        messages = [torch.empty_like(x) for _ in range(self.ranks)]
+        dist.all_gather(messages, x.contiguous(), group=self.group)
+        return torch.cat(messages, -1)
 
     def tidy(self) -> None:
         super().tidy()

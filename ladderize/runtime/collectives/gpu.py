@@ -70,19 +70,16 @@ class Nccl(OnStream):
         dist.all_reduce(x, group=self.group)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        parts = torch.empty(self.ranks, *x.shape, dtype=x.dtype, device=x.device)
+        messages = torch.empty(self.ranks, *x.shape, dtype=x.dtype, device=x.device)
         # torch 2.13 warns of the older name
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts.unbind(0), -1)
+        gather(messages, x.contiguous(), group=self.group)
+        return torch.cat(messages.unbind(0), -1)
 
 
 class SymmetricMemory(Nccl):
-    """PyTorch's symmetric memory: small messages by one kernel that reads all peers (or the switch's multicast), large
-    ones by NCCL. All ranks create it together.
-
-    Raises RuntimeError where it cannot be had, and after RENDEZVOUS_TIMEOUT where another rank cannot have it.
-    """
+    """PyTorch's symmetric memory: small messages by one kernel that reads all peers (or the switch's multicast),
+    large ones by NCCL. All ranks create it together."""
 
     name = "symm_mem"
 
@@ -90,11 +87,11 @@ class SymmetricMemory(Nccl):
         super().__init__(group)
         import torch.distributed._symmetric_memory as symm_mem
 
-        own = group.group if group.group is not None else dist.group.WORLD
-        assert own is not None
-        self.group_name = own.group_name
+        torch_group = group.group if group.group is not None else dist.group.WORLD
+        assert torch_group is not None
+        self.group_name = torch_group.group_name
         # ranks meet over the group's store, whose usual limit is as long as a collective may take
-        store: Any = dist.distributed_c10d._get_process_group_store(own)
+        store: Any = dist.distributed_c10d._get_process_group_store(torch_group)
         before = store.timeout
         store.set_timeout(RENDEZVOUS_TIMEOUT)
         try:

@@ -26,21 +26,16 @@ BETWEEN_ERROR, BEYOND_ERROR, OTHER_SIZE_ERROR, OTHER_WIRES_ERROR, MOST_ERROR = 0
 
 @dataclass(frozen=True)
 class Link(Record):
-    """The time of one all-reduce over the whole group: ``alpha_us`` + bytes / ``beta_gb_s`` (GB = 1e9 bytes).
-
-    beta_gb_s: None where bytes take no time.
-    derived: the way in which the figures follow from those of other numbers of ranks; "" where they are of this one.
-    relative_error: of its time at a size that was timed, one standard deviation.
-    """
+    """The time of one all-reduce over the whole group: ``alpha_us`` + bytes / ``beta_gb_s`` (GB = 1e9 bytes)."""
 
     name: str
     alpha_us: float
-    beta_gb_s: float | None
+    beta_gb_s: float | None  # None where bytes take no time
     min_bytes: int = 0
     max_bytes: int | None = None
     source: str = "given by hand"
-    derived: str = ""
-    relative_error: float = ASSUMED_ERROR
+    derived: str = ""  # the way in which the figures follow from other numbers of ranks; "" where they are of this one
+    relative_error: float = ASSUMED_ERROR  # of its time at a size that was timed, one standard deviation
 
     def seconds(self, size: int) -> float:
         return self.alpha_us * 1e-6 + (0.0 if self.beta_gb_s is None else size / (self.beta_gb_s * 1e9))
@@ -58,16 +53,11 @@ NO_LINK = Link("no communication", 0.0, None, source="nothing is sent", relative
 
 @dataclass(frozen=True)
 class InterconnectRow(Record):
-    """A link at one number of ranks.
-
-    bus_gb_s: bandwidth of each rank, in sending and in receiving, as NCCL's tests count it; None: bytes take no time.
-    A ring of N ranks carries 2 (N - 1) / N of a message over each of its links.
-    min_bytes, max_bytes: of the messages that were timed.
-    """
+    """A link at one number of ranks, and the sizes of the messages that were timed."""
 
     ranks: int
     alpha_us: float
-    bus_gb_s: float | None
+    bus_gb_s: float | None  # of each rank, in each direction, as NCCL's tests count it; None: bytes take no time
     min_bytes: int = 0
     max_bytes: int | None = None
 
@@ -78,46 +68,31 @@ class InterconnectRow(Record):
 
 @dataclass(frozen=True)
 class Interconnect(Record):
-    """One link at every number of ranks.
-
-    rows: ascending by ranks; empty where ``any_ranks`` was given by hand.
-    contention: while a message is in flight, compute runs at the rate 1 - contention.
-    relative_error: of a message's time, one standard deviation.
-    calibrated: measured on this link itself, by ``ladderize calibrate``.
-    medium: the kind of the wires: nvlink, pcie (cards read each other's memory), host (through the host's memory),
-    xgmi (AMD's), infiniband, ethernet; None where it is unknown.
-    wire_gb_s: of these wires, of one card, in one direction.
-    kernel: the algorithm that sums: nccl, one_shot, multimem, published (that of the Ladder Residual authors).
-    most_ranks: that an engine's kernel takes; None: any number.
-    groups_of, outer: this link joins groups of so many ranks, and ``outer`` joins the groups.
-    """
+    """One link at every number of ranks."""
 
     LEFT_OUT: ClassVar = ("medium", "wire_gb_s", "kernel", "most_ranks", "groups_of", "outer")
 
     name: str
-    rows: list[InterconnectRow]
-    contention: float
-    relative_error: float
-    calibrated: bool
+    rows: list[InterconnectRow]  # ascending by ranks; empty where ``any_ranks`` was given by hand
+    contention: float  # while a message is in flight, compute runs at the rate 1 - contention
+    relative_error: float  # of a message's time, one standard deviation
+    calibrated: bool  # on this link itself, by ``ladderize calibrate``
     source: str
     any_ranks: Link | None = None
+    # nvlink, pcie (cards read each other's memory), host (through the host's), xgmi (AMD's), infiniband, ethernet
     medium: str | None = None
-    wire_gb_s: float | None = None
-    kernel: str | None = None
-    most_ranks: int | None = None
+    wire_gb_s: float | None = None  # of these wires, of one card, in one direction
+    kernel: str | None = None  # that sums: nccl, one_shot, multimem, published (that of the Ladder Residual authors)
+    most_ranks: int | None = None  # that an engine's kernel takes; None: any number
+    # this link joins groups of so many ranks, and ``outer`` joins the groups
     groups_of: int | None = None
     outer: "Interconnect | None" = None
 
     def joined_by(self, outer: "Interconnect", size: int) -> "Interconnect":
         """Return the link of groups of ``size`` ranks over this one, which ``outer`` joins."""
-        return replace(
-            self,
-            name=f"{self.name} + {outer.name}",
-            relative_error=max(self.relative_error, outer.relative_error),
-            calibrated=self.calibrated and outer.calibrated,
-            groups_of=size,
-            outer=outer,
-        )
+        name, error = f"{self.name} + {outer.name}", max(self.relative_error, outer.relative_error)
+        calibrated = self.calibrated and outer.calibrated
+        return replace(self, name=name, relative_error=error, calibrated=calibrated, groups_of=size, outer=outer)
 
     def is_within(self, ranks: int) -> bool:
         """Return True if so many ranks are one group, which nothing joins to others."""
@@ -133,8 +108,7 @@ class Interconnect(Record):
         return replace(self, rows=rows, wire_gb_s=wire_gb_s, relative_error=error)
 
     def parts(self, ranks: int, size: int) -> tuple[Link, Link]:
-        """Return the links of ``ranks`` ranks in groups of ``size``: within a group, and between the ranks at one place
-        of every group."""
+        """Return the links of ``ranks`` ranks in groups of ``size``: within a group, and between groups."""
         between = self if self.outer is None else self.outer
         return self.at(size), between.at(ranks // size)
 
@@ -143,90 +117,81 @@ class Interconnect(Record):
         counts = [row.ranks for row in self.rows]
         if bool(counts) == (self.any_ranks is not None) or counts != sorted(set(counts)) or min(counts, default=2) < 2:
             raise UserError(f"{where} needs rows of 2 ranks or more, ascending, or else any_ranks, and not both")
-        _check_figures(where, self, contention=(0, 0.99), relative_error=(0, 1))
-        latency, bandwidth, sizes = (0, LONGEST_US), (SLOWEST_GB_S, 1e9), (0, math.inf)
+        _check_figure(f"{where}: contention", self.contention, 0, 0.99)
+        _check_figure(f"{where}: relative_error", self.relative_error, 0, 1)
         for row in self.rows:
-            more = {"min_bytes": sizes, "max_bytes": (row.min_bytes, math.inf)}
-            _check_figures(f"{where}: {row.ranks} ranks", row, alpha_us=latency, bus_gb_s=bandwidth, **more)
+            _check_figure(f"{where}: {row.ranks} ranks: alpha_us", row.alpha_us, 0, LONGEST_US)
+            _check_figure(f"{where}: {row.ranks} ranks: bus_gb_s", row.bus_gb_s, SLOWEST_GB_S, 1e9)
+            _check_figure(f"{where}: {row.ranks} ranks: max_bytes", row.max_bytes, row.min_bytes, math.inf)
         if self.any_ranks is not None:
-            _check_figures(where, self.any_ranks, alpha_us=latency, beta_gb_s=bandwidth)
+            _check_figure(f"{where}: alpha_us", self.any_ranks.alpha_us, 0, LONGEST_US)
+            _check_figure(f"{where}: beta_gb_s", self.any_ranks.beta_gb_s, SLOWEST_GB_S, 1e9)
 
     def at(self, ranks: int) -> Link:
-        """Return the link of a group of ``ranks``.
+        """Return the link of a group of ``ranks``. Raises UserError for ranks that are no whole groups.
 
         Between the rows and beyond them it is derived, with a larger error: the latency is a line in the number of
-        ranks, as of a ring; the bus bandwidth changes between the rows and stays beyond them. Raises UserError for
-        ranks that are no whole groups.
+        ranks, as of a ring; the bus bandwidth changes between the rows and stays beyond them.
         """
         if ranks == 1:
             return NO_LINK
         if self.groups_of is not None and not self.is_within(ranks):
-            if ranks % self.groups_of:
-                raise UserError(f"{ranks} ranks are no groups of {self.groups_of}, which --outer-link joins")
-            return _in_turn(self.name, self.groups_of, *self.parts(ranks, self.groups_of))
+            return self._between_groups(ranks, self.groups_of)
         if self.any_ranks is not None:
             return replace(self.any_ranks, relative_error=self.relative_error)
         counts = [row.ranks for row in self.rows]
-        if ranks in counts:
-            return self._link(self.rows[counts.index(ranks)])
-        between = counts[0] < ranks < counts[-1]
-        doublings = min(abs(math.log2(ranks / count)) for count in counts)
-        more = BETWEEN_ERROR if between else BEYOND_ERROR * doublings
-        how = f"{'interpolated' if between else 'extrapolated'} from {_listed(counts)} ranks"
-        return self._link(self._between(ranks), how, math.hypot(self.relative_error, more))
+        row, derived, error = self._row(ranks), "", self.relative_error
+        if ranks not in counts:
+            is_between = counts[0] < ranks < counts[-1]
+            doublings = min(abs(math.log2(ranks / count)) for count in counts)
+            error = math.hypot(error, BETWEEN_ERROR if is_between else BEYOND_ERROR * doublings)
+            listed = " and ".join(", ".join(map(str, counts)).rsplit(", ", 1))
+            derived = f"{'interpolated' if is_between else 'extrapolated'} from {listed} ranks"
+        return Link(self.name, row.alpha_us, row.beta_gb_s, row.min_bytes, row.max_bytes, self.source, derived, error)
 
-    def _link(self, row: InterconnectRow, derived: str = "", error: float | None = None) -> Link:
-        sizes = row.min_bytes, row.max_bytes
-        error = self.relative_error if error is None else error
-        return Link(self.name, row.alpha_us, row.beta_gb_s, *sizes, self.source, derived, error)
-
-    def _between(self, ranks: int) -> InterconnectRow:
-        """Return the point at ``ranks`` on the line through the two rows next to it.
-
-        Through a single row it is the line by which half of its latency is of the ranks.
-        """
-        if len(self.rows) == 1:
-            (row,) = self.rows
-            return replace(row, ranks=ranks, alpha_us=row.alpha_us * (1 + ranks / row.ranks) / 2)
-        above = next((n for n, row in enumerate(self.rows) if row.ranks > ranks), len(self.rows) - 1)
+    def _row(self, ranks: int) -> InterconnectRow:
+        """Return the row of ``ranks``, or the point on the line through the two rows next to it; through a single row
+        it is the line by which half of its latency is of the ranks."""
+        for row in self.rows:
+            if row.ranks == ranks:
+                return row
+            if len(self.rows) == 1:
+                return replace(row, ranks=ranks, alpha_us=row.alpha_us * (1 + ranks / row.ranks) / 2)
+        above = next((number for number, row in enumerate(self.rows) if row.ranks > ranks), len(self.rows) - 1)
         low, high = self.rows[max(above, 1) - 1], self.rows[max(above, 1)]
-        place = (ranks - low.ranks) / (high.ranks - low.ranks)
-        alpha = low.alpha_us + place * (high.alpha_us - low.alpha_us)
-        nearest = low if place < 0.5 else high
+        share = (ranks - low.ranks) / (high.ranks - low.ranks)
+        alpha = low.alpha_us + share * (high.alpha_us - low.alpha_us)
+        least = LEAST_LATENCY * (low if share < 0.5 else high).alpha_us
         bus = None
         if low.bus_gb_s is not None and high.bus_gb_s is not None:
-            bus = low.bus_gb_s + min(max(place, 0.0), 1.0) * (high.bus_gb_s - low.bus_gb_s)
-        ceilings = [row.max_bytes for row in (low, high) if row.max_bytes is not None]
-        return InterconnectRow(
-            ranks,
-            max(alpha, LEAST_LATENCY * nearest.alpha_us),
-            bus,
-            max(low.min_bytes, high.min_bytes),
-            min(ceilings) if ceilings else None,
-        )
+            bus = low.bus_gb_s + min(max(share, 0.0), 1.0) * (high.bus_gb_s - low.bus_gb_s)
+        most_bytes = _least(low.max_bytes, high.max_bytes)
+        return InterconnectRow(ranks, max(alpha, least), bus, max(low.min_bytes, high.min_bytes), most_bytes)
+
+    def _between_groups(self, ranks: int, size: int) -> Link:
+        """Return the link of all ranks: groups of ``size`` reduce and scatter a message, sum the slices between groups,
+        and gather them. The first and the last step together take as long as the group's own all-reduce."""
+        if ranks % size:
+            raise UserError(f"{ranks} ranks are no groups of {size}, which --outer-link joins")
+        inner, outer = self.parts(ranks, size)
+        beta = None
+        if inner.beta_gb_s is not None and outer.beta_gb_s is not None:
+            beta = 1 / (1 / inner.beta_gb_s + 1 / (size * outer.beta_gb_s))
+        most_bytes = _least(inner.max_bytes, None if outer.max_bytes is None else size * outer.max_bytes)
+        sizes = max(inner.min_bytes, size * outer.min_bytes), most_bytes
+        source, derived = f"{inner.source}; {outer.source}", ", ".join(filter(None, (inner.derived, outer.derived)))
+        error = max(inner.relative_error, outer.relative_error)
+        return Link(self.name, inner.alpha_us + outer.alpha_us, beta, *sizes, source, derived, error)
 
 
-def _in_turn(name: str, size: int, inner: Link, outer: Link) -> Link:
-    """Return the link of all ranks: groups of ``size`` reduce and scatter a message, sum the slices between groups, and
-    gather them.
+def _least(*sizes: int | None) -> int | None:
+    """Return the smallest of the sizes that are known; None where none is."""
+    return min((size for size in sizes if size is not None), default=None)
 
-    The first and the last step together take as long as the group's own all-reduce.
-    """
-    ceilings = [inner.max_bytes, None if outer.max_bytes is None else size * outer.max_bytes]
-    known = [ceiling for ceiling in ceilings if ceiling is not None]
-    beta = None
-    if inner.beta_gb_s is not None and outer.beta_gb_s is not None:
-        beta = 1 / (1 / inner.beta_gb_s + 1 / (size * outer.beta_gb_s))
-    return Link(
-        name,
-        inner.alpha_us + outer.alpha_us,
-        beta,
-        max(inner.min_bytes, size * outer.min_bytes),
-        min(known, default=None),
-        f"{inner.source}; {outer.source}",
-        ", ".join(one.derived for one in (inner, outer) if one.derived),
-        max(inner.relative_error, outer.relative_error),
-    )
+
+def _check_figure(name: str, value: float | None, least: float, most: float) -> None:
+    if value is not None and not least <= value <= most:
+        raise UserError(f"{name} is {value:g}, but must be between {least:g} and {most:g}; correct it")
 
 
 def ring_share(ranks: int) -> float:
@@ -235,11 +200,8 @@ def ring_share(ranks: int) -> float:
 
 
 def read_interconnect(text: str, option: str = "--link") -> Interconnect:
-    """Read the value of ``option``, which is one of three. Raises UsageError or UserError for anything else.
-
-    ``ALPHA_US,BETA_GB_S`` is for any number of ranks. A name is one of ``known_interconnects``. A file has a ``link``;
-    it is of ``ladderize calibrate`` or written by hand.
-    """
+    """Return the link of an option's value: ALPHA_US,BETA_GB_S for any number of ranks, a name of
+    ``known_interconnects``, or a file with a ``link``. Raises UsageError or UserError for anything else."""
     interconnects = known_interconnects()
     if text in interconnects:
         if option == "--link" and interconnects[text].medium in BETWEEN_MACHINES:
@@ -269,44 +231,22 @@ def read_interconnect(text: str, option: str = "--link") -> Interconnect:
 
 def known_interconnects() -> dict[str, Interconnect]:
     """Return the links of links.csv by name."""
-    by_name: dict[str, list[dict[str, str]]] = {}
     with LINK_TABLE.open(encoding="utf-8") as file:
         table = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    by_name: dict[str, list[dict[str, str]]] = {}
     for line in sorted(table, key=lambda line: int(line["ranks"])):
         by_name.setdefault(line["name"], []).append(line)
-    return {name: _of_table(name, lines) for name, lines in by_name.items()}
-
-
-def _of_table(name: str, lines: list[dict[str, str]]) -> Interconnect:
-    """Return the link of the lines of links.csv that have this name, ascending by ranks."""
-    rows = []
-    for line in lines:
-        ranks = int(line["ranks"])
-        sizes = int(line["min_bytes"]), int(line["max_bytes"])
-        rows.append(
-            InterconnectRow(ranks, float(line["alpha_us"]), float(line["beta_gb_s"]) * ring_share(ranks), *sizes)
+    links = {}
+    for name, lines in by_name.items():
+        rows = []
+        for line in lines:
+            ranks, sizes = int(line["ranks"]), (int(line["min_bytes"]), int(line["max_bytes"]))
+            bus_gb_s = float(line["beta_gb_s"]) * ring_share(ranks)
+            rows.append(InterconnectRow(ranks, float(line["alpha_us"]), bus_gb_s, *sizes))
+        error = max(float(line["relative_error"]) for line in lines)
+        source = "; ".join(dict.fromkeys(line["source"] for line in lines))
+        medium, wire_gb_s, kernel = lines[0]["medium"], float(lines[0]["wire_gb_s"]), lines[0]["kernel"]
+        links[name] = Interconnect(
+            name, rows, ASSUMED_CONTENTION, error, False, source, medium=medium, wire_gb_s=wire_gb_s, kernel=kernel
         )
-    return Interconnect(
-        name,
-        rows,
-        ASSUMED_CONTENTION,
-        max(float(line["relative_error"]) for line in lines),
-        False,
-        "; ".join(dict.fromkeys(line["source"] for line in lines)),
-        medium=lines[0]["medium"],
-        wire_gb_s=float(lines[0]["wire_gb_s"]),
-        kernel=lines[0]["kernel"],
-    )
-
-
-def _check_figures(where: str, record: Record, **bounds: tuple[float, float]) -> None:
-    """Raise UserError for a field of ``record`` outside of its bounds; None is unknown."""
-    for name, (least, most) in bounds.items():
-        value = getattr(record, name)
-        if value is not None and not least <= value <= most:
-            raise UserError(f"{where}: {name} is {value:g}, but must be between {least:g} and {most:g}; correct it")
-
-
-def _listed(counts: list[int]) -> str:
-    *first, last = map(str, counts)
-    return f"{', '.join(first)} and {last}" if first else last
+    return links

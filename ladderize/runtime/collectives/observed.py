@@ -33,10 +33,8 @@ class Observed(Collectives):
 
 @dataclass
 class Message:
-    """A message of a pass.
+    """A message of a pass: an all_reduce, or an all_gather of ``bytes`` from each rank.
 
-    collective: all_reduce, or all_gather of ``bytes`` from each rank.
-    over: the collectives that carry it.
     completed: True once the sum has been waited for.
     vocabulary: True for the embedding's or the LM head's, which every layout waits for.
     """
@@ -56,10 +54,10 @@ class Recording(Observed):
         self.messages: list[Message] = []
 
     def split(self, size: int) -> Split:
-        parts = [Recording(part) for part in self.inner.split(size)]
-        for part in parts:
-            part.messages = self.messages
-        return Split(*parts)
+        split = [Recording(recording) for recording in self.inner.split(size)]
+        for recording in split:
+            recording.messages = self.messages
+        return Split(*split)
 
     def all_reduce_async(self, x: Tensor, *into: Tensor) -> Handle:
         message = Message("all_reduce", self.inner, x.nbytes)

@@ -68,10 +68,10 @@ class SharedMemory(Collectives):
         size = header + slots * group.size * self.slot_bytes
         memory = self._attach(group, size)
         counters = memoryview(memory).cast("q")
-        words = LINE // 8
+        step = LINE // 8
         # written[r]: messages that rank r has put into its slots; read[r]: messages that it is done with
-        self.written = [counters[r * words : r * words + 1] for r in range(group.size)]
-        self.read = [counters[(group.size + r) * words : (group.size + r) * words + 1] for r in range(group.size)]
+        self.written = [counters[r * step : r * step + 1] for r in range(group.size)]
+        self.read = [counters[(group.size + r) * step : (group.size + r) * step + 1] for r in range(group.size)]
         self.messages = torch.frombuffer(memory, dtype=torch.uint8)[header:].view(slots, group.size, self.slot_bytes)
         self.peers = [r for r in range(group.size) if r != group.rank]
         kernels = agreed_kernels(group)
@@ -127,23 +127,16 @@ class SharedMemory(Collectives):
             os.unlink(path)
         return memory
 
-    def _views(self, x: Tensor) -> list[list[Tensor]]:
-        """Return every rank's message in each slot, shaped like x. Raises RuntimeError for a message that is too
-        long."""
-        size = x.nbytes
-        if size > self.slot_bytes:
-            raise RuntimeError(f"a message of {size} bytes is over the {self.slot_bytes} that were announced")
-        return [
-            [self.messages[slot, rank, :size].view(x.dtype).view(x.shape) for rank in range(self.ranks)]
-            for slot in range(self.slots)
-        ]
-
     def _post(self, x: Tensor) -> tuple[list[Tensor], int]:
         """Put ``x`` into the next slot; return that slot's messages, one for each rank, and the message's number."""
         key = (x.shape, x.dtype)
         views = self.views.get(key)
         if views is None:
-            views = self.views[key] = self._views(x)
+            size = x.nbytes
+            if size > self.slot_bytes:
+                raise RuntimeError(f"a message of {size} bytes is over the {self.slot_bytes} that were announced")
+            views = [[*slot[:, :size].view(x.dtype).view(self.ranks, *x.shape)] for slot in self.messages]
+            self.views[key] = views
         number, slots = self.sent + 1, self.slots
         if number > slots:
             if self.received < number - slots:
@@ -205,10 +198,7 @@ class SharedMemory(Collectives):
         return gathered
 
     def _await(self, counters: list[memoryview], peer: int, number: int) -> None:
-        """Wait until rank ``peer``'s counter reaches ``number``: first spin, then yield the core.
-
-        Raises UserError if the peer has died, or if it has sent nothing for too long.
-        """
+        """Wait until rank ``peer``'s counter reaches ``number``: first spin, then yield the core."""
         counter = counters[peer]
         for _ in range(SPINS):
             if counter[0] >= number:

@@ -67,9 +67,9 @@ def agreed_kernels(group: Ranks) -> ctypes.CDLL | str:
 
     One rank without them would add in another order, and get other bits.
     """
-    found = kernels()
-    problems = group.gather(found if isinstance(found, str) else None)
-    return next(filter(None, problems), found)
+    mine = kernels()
+    problems = group.gather(mine if isinstance(mine, str) else None)
+    return next(filter(None, problems), mine)
 
 
 def why_no_triton() -> str | None:
@@ -116,8 +116,8 @@ def kernels() -> ctypes.CDLL | str:
         name = f"kernels-{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:24]}.so"
         folder = _cache_folder()
         if folder is None:
-            with tempfile.TemporaryDirectory(prefix="ladderize-kernels-") as own:
-                return _loaded(_compile(compiler, Path(own) / name))
+            with tempfile.TemporaryDirectory(prefix="ladderize-kernels-") as temporary:
+                return _loaded(_compile(compiler, Path(temporary) / name))
         if (folder / name).exists():
             try:
                 return _loaded(folder / name)
@@ -131,17 +131,16 @@ def kernels() -> ctypes.CDLL | str:
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
-    found = ctypes.CDLL(str(path))
+    library = ctypes.CDLL(str(path))
     for name, arguments in SIGNATURES.items():
-        function = getattr(found, f"ladderize_{name}")
+        function = getattr(library, f"ladderize_{name}")
         function.argtypes = arguments
         function.restype = c_int if name in ("rotate", "attend") else None
-    return found
+    return library
 
 
 def _compile(compiler: str, path: Path) -> Path:
-    """Compile the kernels to ``path``, whole or not at all, also where several ranks do it at once. Raises
-    UserError."""
+    """Compile the kernels to ``path``, whole or not at all, also where several ranks do it at once."""
     descriptor, made = tempfile.mkstemp(prefix=".kernels-", suffix=".so", dir=path.parent)
     os.close(descriptor)
     try:
@@ -171,9 +170,9 @@ def _compile(compiler: str, path: Path) -> Path:
 
 def _cache_folder() -> Path | None:
     """Return a cache folder that only this user can write to; None where there is none."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
+    cache = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        folder = (Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()) / "ladderize"
+        folder = (Path(cache) if os.path.isabs(cache) else Path("~/.cache").expanduser()) / "ladderize"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
     except (OSError, RuntimeError):  # RuntimeError: this user has no home
@@ -188,5 +187,5 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    known = [line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))]
-    return "\n".join([platform.machine(), *known[:2]])
+    facts = [line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))]
+    return "\n".join([platform.machine(), *facts[:2]])

@@ -102,12 +102,12 @@ def _rotate_and_store(
     INDEXED: tl.constexpr,
 ):
     """All heads of one token."""
-    place = tl.program_id(0).to(tl.int64)
-    row, token = place // tokens, place % tokens
+    position = tl.program_id(0).to(tl.int64)
+    row, token = position // tokens, position % tokens
     head, pair = tl.arange(0, ALL)[:, None], tl.arange(0, HALF)[None]
     inside = (head < HEADS + 2 * KV_HEADS) & (pair < DIM // 2)
     offset = head * DIM + 2 * pair
-    start = qkv + place * (HEADS + 2 * KV_HEADS) * DIM + offset
+    start = qkv + position * (HEADS + 2 * KV_HEADS) * DIM + offset
     a = tl.load(start, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(start + 1, mask=inside, other=0.0).to(tl.float32)
     of_query_or_key = head < HEADS + KV_HEADS
@@ -129,18 +129,18 @@ def _rotate_and_store(
         column = first + token
     a, b = a.to(qkv.dtype.element_ty), b.to(qkv.dtype.element_ty)
     to_query = query + (row * HEADS + head) * tokens * DIM + token * DIM + 2 * pair
-    own = inside & (head < HEADS)
-    tl.store(to_query, a, mask=own)
-    tl.store(to_query + 1, b, mask=own)
+    mine = inside & (head < HEADS)
+    tl.store(to_query, a, mask=mine)
+    tl.store(to_query + 1, b, mask=mine)
     cached = row * cache_row + column * cache_column + 2 * pair
     to_keys = keys + cached + (head - HEADS) * cache_head
-    own = inside & (head >= HEADS) & of_query_or_key
-    tl.store(to_keys, a, mask=own)
-    tl.store(to_keys + 1, b, mask=own)
+    mine = inside & (head >= HEADS) & of_query_or_key
+    tl.store(to_keys, a, mask=mine)
+    tl.store(to_keys + 1, b, mask=mine)
     to_values = values + cached + (head - HEADS - KV_HEADS) * cache_head
-    own = inside & (head >= HEADS + KV_HEADS)
-    tl.store(to_values, a, mask=own)
-    tl.store(to_values + 1, b, mask=own)
+    mine = inside & (head >= HEADS + KV_HEADS)
+    tl.store(to_values, a, mask=mine)
+    tl.store(to_values + 1, b, mask=mine)
 
 
 def rotate_and_store(
@@ -199,7 +199,7 @@ def _attend_split(
     keys,
     values,
     mask,
-    parts,
+    outputs,
     logs,
     length,
     columns,
@@ -218,10 +218,10 @@ def _attend_split(
     """One KV head of one row, and ``columns`` columns of it: a softmax of its own (FlashDecoding)."""
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     kv_heads, splits = tl.num_programs(1), tl.num_programs(2)
-    one, dim = tl.arange(0, QUERIES), tl.arange(0, WIDE)
-    own = (one[:, None] < GROUP) & (dim[None] < DIM)
+    query_head, dim = tl.arange(0, QUERIES), tl.arange(0, WIDE)
+    mine = (query_head[:, None] < GROUP) & (dim[None] < DIM)
     first = (row * kv_heads + head) * GROUP
-    q = tl.load(query + (first + one[:, None]) * DIM + dim[None], mask=own, other=0.0)
+    q = tl.load(query + (first + query_head[:, None]) * DIM + dim[None], mask=mine, other=0.0)
     best = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     output = tl.zeros([QUERIES, WIDE], tl.float32)
@@ -229,9 +229,9 @@ def _attend_split(
     for start in range(split * columns, tl.minimum((split + 1) * columns, length), COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         there = column < length
-        place = base + column.to(tl.int64)[:, None] * cache_column + dim[None]
+        position = base + column.to(tl.int64)[:, None] * cache_column + dim[None]
         inside = there[:, None] & (dim[None] < DIM)
-        k = tl.load(keys + place, mask=inside, other=0.0)
+        k = tl.load(keys + position, mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if MASKED:
             scores += tl.load(mask + row * mask_row + column, mask=there, other=float("-inf")).to(tl.float32)[None]
@@ -242,28 +242,28 @@ def _attend_split(
         weights = tl.exp(scores - safe[:, None])
         kept = tl.exp(best - safe)
         total = total * kept + tl.sum(weights, 1)
-        v = tl.load(values + place, mask=inside, other=0.0)
+        v = tl.load(values + position, mask=inside, other=0.0)
         output = output * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         best = highest
     some = tl.where(total == 0.0, 1.0, total)
-    to = (first + one) * splits + split
-    tl.store(parts + to[:, None] * DIM + dim[None], output / some[:, None], mask=own)
-    tl.store(logs + to, best + tl.log(total), mask=one < GROUP)
+    to = (first + query_head) * splits + split
+    tl.store(outputs + to[:, None] * DIM + dim[None], output / some[:, None], mask=mine)
+    tl.store(logs + to, best + tl.log(total), mask=query_head < GROUP)
 
 
 @triton.jit
-def _join_splits(parts, logs, out, splits, DIM: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr):
+def _join_splits(outputs, logs, out, splits, DIM: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr):
     """One query: the mean of its splits' outputs, weighted by their sums of exponentials."""
-    place = tl.program_id(0).to(tl.int64)
+    position = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, WIDE)
-    log = tl.load(logs + place * splits + split, mask=split < splits, other=float("-inf"))
+    log = tl.load(logs + position * splits + split, mask=split < splits, other=float("-inf"))
     best = tl.max(log, 0)
     weight = tl.exp(log - tl.where(best == float("-inf"), 0.0, best))
     inside = (split < splits)[:, None] & (dim < DIM)[None]
-    part = tl.load(parts + (place * splits + split)[:, None] * DIM + dim[None], mask=inside, other=0.0)
+    chunk = tl.load(outputs + (position * splits + split)[:, None] * DIM + dim[None], mask=inside, other=0.0)
     total = tl.sum(weight, 0)
-    output = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)  # a row that sees nothing is 0
-    tl.store(out + place * DIM + dim, output.to(out.dtype.element_ty), mask=dim < DIM)
+    output = tl.sum(chunk * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)  # a row that sees nothing is 0
+    tl.store(out + position * DIM + dim, output.to(out.dtype.element_ty), mask=dim < DIM)
 
 
 def attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, programs: int) -> Tensor:
@@ -281,14 +281,14 @@ def attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
     wanted = max(1, programs // (batch * kv_heads))
     columns = max(TILE_COLUMNS, triton.cdiv(triton.cdiv(length, wanted), TILE_COLUMNS) * TILE_COLUMNS)
     splits, wide = triton.cdiv(length, columns), max(16, triton.next_power_of_2(dim))
-    parts = torch.empty(batch, heads, splits, dim, dtype=torch.float32, device=query.device)
+    outputs = torch.empty(batch, heads, splits, dim, dtype=torch.float32, device=query.device)
     logs = torch.empty(batch, heads, splits, dtype=torch.float32, device=query.device)
     _attend_split[(batch, kv_heads, splits)](
         query,
         keys,
         values,
         mask,
-        parts,
+        outputs,
         logs,
         length,
         columns,
@@ -305,7 +305,7 @@ def attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
     )
     out = torch.empty(batch, 1, heads * dim, dtype=query.dtype, device=query.device)
     together = triton.next_power_of_2(splits)
-    _join_splits[(batch * heads,)](parts, logs, out, splits, dim, wide, together, num_warps=_warps(together * wide))
+    _join_splits[(batch * heads,)](outputs, logs, out, splits, dim, wide, together, num_warps=_warps(together * wide))
     return out
 
 

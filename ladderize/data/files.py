@@ -1,27 +1,29 @@
-"""The sources that ``--data`` names: files, or datasets of the hub. Imports no numpy, so that the command line starts
-at once."""
+"""The sources that options name: files, or datasets of the hub. Imports no numpy, so that the command line starts at
+once."""
 
 import glob
+import hashlib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ladderize.errors import UsageError, UserError
-from ladderize.files.regular import check_regular, split_name
+from ladderize.files.regular import check_regular, open_regular, split_name
 
-SOURCE_SUFFIXES = (".json", ".jsonl", ".parquet", ".arrow", ".txt", ".npy", ".npz")
+ID_SUFFIXES = (".npy", ".npz")
+SOURCE_SUFFIXES = (".json", ".jsonl", ".parquet", ".arrow", ".txt", *ID_SUFFIXES)
 # What datasets and the hub write beside rows.
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 SPLIT = r"(?:^|[/._-])(train|validation|valid|val|dev|test|eval)(?=[/._-])"  # in a file's name or its folder's
 HUB = "hub:"
+END_BYTES = 1 << 20  # of a file's beginning and of its end that ``source_identity`` hashes
 
 
 def data_files(name: str, option: str = "--data") -> list[str]:
-    """Return the files of one value of ``option``, sorted, those of ``.npz`` with their array's name.
-
-    name: ``x.jsonl``, ``x.npz:array``, a glob, or a folder, such as one of ``Dataset.save_to_disk`` or the hub's.
-    Raises UserError if there are none, or files of several kinds or splits.
-    """
+    """Return the files of ``x.jsonl``, ``x.npz:array``, a glob or a folder, sorted, each ``.npz`` with its array's
+    name. Raises UserError if there are none, or files of several kinds or splits."""
     if name.startswith(HUB):
         raise UserError(f"{option} {name} is a stream, and is read as a whole here; give files")
     path, key = split_name(name)
@@ -41,11 +43,15 @@ def data_files(name: str, option: str = "--data") -> list[str]:
 
 def _files_below(folder: Path, source: str) -> list[Path]:
     """Return the files of rows in a folder and below it. Raises UserError where datasets finds several splits there."""
-    below = [file for file in folder.rglob("*") if file.suffix in SOURCE_SUFFIXES and file.name not in DESCRIPTIONS]
-    files = [file for file in below if not any(name.startswith(".") for name in file.relative_to(folder).parts)]
+    files = []
     splits: dict[str, Path] = {}
-    for file in sorted(files):
-        match = re.search(SPLIT, file.relative_to(folder).as_posix())
+    for file in sorted(folder.rglob("*")):
+        inner = file.relative_to(folder)
+        is_hidden = any(name.startswith(".") for name in inner.parts)
+        if is_hidden or file.suffix not in SOURCE_SUFFIXES or file.name in DESCRIPTIONS:
+            continue
+        files.append(file)
+        match = re.search(SPLIT, inner.as_posix())
         if match:
             splits.setdefault(match[1], file)
     if len(splits) > 1:
@@ -60,10 +66,7 @@ def split_weight(text: str) -> tuple[str, float | None]:
 
 
 def hub_dataset(name: str) -> tuple[str, str | None, str] | None:
-    """Return repository, configuration and split of ``hub:OWNER/NAME[:CONFIG]:SPLIT``; None where files are named.
-
-    Raises UsageError for another text that begins with ``hub:``.
-    """
+    """Return repository, configuration and split of ``hub:OWNER/NAME[:CONFIG]:SPLIT``; None where files are named."""
     if not name.startswith(HUB):
         return None
     match = re.fullmatch(HUB + r"([\w.-]+/[\w.-]+)(?::([^:\[]+))?:([^:\[]+)", name)
@@ -84,3 +87,38 @@ def check_sources(texts: Sequence[str]) -> None:
             "--data: give each of several sources a weight above 0 (FILE=2.5), or none a weight; beside a dataset of"
             " the hub, whose length is unknown, all need one"
         )
+
+
+# ---- hashes, to tell whether two runs read the same data ----
+
+
+def file_sha256(name: str) -> str:
+    """Return a hash of a file and of the array chosen in it."""
+    path, key = split_name(name)
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    digest.update((key or "").encode())
+    return digest.hexdigest()
+
+
+def source_sha256(name: str) -> str:
+    """Return the hash of the one file of a source, or of all its files' hashes."""
+    hashes = [file_sha256(file) for file in data_files(name)]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def source_identity(text: str) -> dict[str, Any]:
+    """Return what must not change when a run resumes: name, weight, and of every file the size and a hash of the first
+    and last MiB."""
+    name = split_weight(text)[0]
+    identities = {}
+    for file in () if name.startswith(HUB) else data_files(name):
+        with open_regular(split_name(file)[0]) as stream:
+            digest = hashlib.sha256(stream.read(END_BYTES))
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - END_BYTES))
+            digest.update(stream.read())
+        identities[file] = [size, digest.hexdigest()]
+    return {"data": text, "files": identities}

@@ -1,0 +1,277 @@
+"""The plots of a report. Each function returns those of one section; none where nothing of it was measured."""
+
+from pathlib import Path
+
+import altair as alt
+
+from ladderize.convert.sensitivity_file import INTERVAL, LAYER_CHANGES, SensitivityDocument, dense_line
+from ladderize.eval.compare import metric_name
+from ladderize.eval.table import margin_text
+from ladderize.report import plot
+from ladderize.report.documents import FoundDocuments, RetrainingRun
+from ladderize.report.join import ReportContent
+from ladderize.report.models import ReportModel, Setting, Timing, WithInterval, pareto_front, points_text, speedup_text
+from ladderize.sweep_document import AS_CONVERTED, THEN
+
+SPEED_SCALE, SPEED_AXIS = alt.Scale(zero=False, nice=False, padding=16), alt.Axis(tickCount=6)
+STAGES = {"as converted": 50, "aligned": 90, "trained": 150}  # the sizes of marks
+TIMES = ["compute", "compute with communication beneath it", "waiting for communication"]
+PHASE_TITLES = {"prefill": "Prefill", "decode": "Decode, one token of each row"}
+TOKENS_AXIS = alt.Axis(format="~s", labelExpr="datum.value ? datum.label : '0'", tickCount=5)
+LEAST_COST = 0.05  # of perplexity; less is next to nothing
+COST_TICKS = [-100, -10, -1, -0.1, 0, 0.1, 1, 10, 100, 1e3, 1e4, 1e5, 1e6]
+RUN_SHAPES = ["circle", "square", "diamond", "triangle-up", "cross"]  # with eight colours: forty different runs
+
+
+def tradeoff_plots(content: ReportContent, first: Setting | None) -> list[plot.ReportPlot]:
+    """Return a plot for each measure that was taken, with a panel for each setting, the ``first`` one first."""
+    settings = sorted(content.settings, key=lambda setting: setting != first)
+    caption = (
+        "From end to end. Up and to the right is better. Bars are 95 % intervals of the speed-up and of the difference"
+        " to dense. Filled marks are on the Pareto front: no other model is both faster and better, intervals aside."
+        " Only these are named here; point at a mark for its name and numbers. Circles are measured; diamonds are"
+        " emulated. Small marks are models as converted, larger ones are aligned, the largest trained."
+    )
+    margin = f" The dashed line is the margin, {margin_text(content.margin)}."
+    panels = [_tradeoff_panel(content, plot.ACCURACY, setting) for setting in settings]
+    accuracy = plot.ReportPlot("tradeoff", "Speed-up against accuracy", caption + margin, panels)
+    panels = [_tradeoff_panel(content, plot.PERPLEXITY, setting) for setting in settings]
+    perplexity = plot.ReportPlot("tradeoff-perplexity", "Speed-up against perplexity", caption, panels)
+    return plot.filled([accuracy, perplexity], 2)
+
+
+def _tradeoff_panel(content: ReportContent, measure: plot.Measure, setting: Setting) -> alt.LayerChart:
+    rows: list[plot.Row] = []
+    for model in content.models:
+        timing, score = model.timings.get(setting), getattr(model, measure.name)
+        if timing is not None and score is not None:
+            speed = timing.speedup()
+            row: plot.Row = {"name": model.name, "family": model.family, "kind": setting.kind}
+            row["stage"] = [*STAGES][bool(model.adaptation) + model.was_trained]
+            row["description"] = f"{model.title}; end to end {speedup_text(speed)}, {setting.title}; {model.scores}"
+            rows.append(row | speed.fields("x") | score.fields("y"))
+    sign = 1 if measure.more_is_better else -1
+    for row, is_front in zip(rows, pareto_front([(row["x"], sign * row["y"]) for row in rows]), strict=True):
+        row["front"] = is_front
+        row["description"] += "; on the Pareto front" * is_front
+    x = alt.X("x:Q", title="speed-up over dense (\u00d7)", scale=SPEED_SCALE, axis=SPEED_AXIS)
+    chart = alt.Chart().encode(x, measure.axis(alt.Y("y:Q")))
+    coloured = chart.encode(plot.family_colour(rows))
+    sizes = alt.Scale(type="ordinal", domain=[*STAGES], range=[*STAGES.values()])
+    points = coloured.encode(
+        alt.Shape("kind:N", scale=plot.KINDS, legend=None),
+        alt.Size("stage:O", scale=sizes, legend=None),
+        description="description:N",
+    )
+    front = chart.transform_filter("datum.front").mark_line(aria=False, color="gray", strokeDash=[2, 3])
+    layers = [
+        plot.level(alt.X, 1),
+        plot.level(alt.Y, 0),
+        *plot.margin_level(measure, content.margin),
+        front.encode(order="x:Q"),
+        plot.intervals(coloured, "x"),
+        plot.intervals(coloured, "y"),
+        points.transform_filter("!datum.front").mark_point(fill="white", opacity=1),
+        points.transform_filter("datum.front").mark_point(filled=True, opacity=1),
+        chart.mark_text(aria=False).encode(text=alt.condition("datum.front", "name:N", alt.value(""))),
+    ]
+    return plot.make_panel(setting.title, 300, rows, layers)
+
+
+def _timings(content: ReportContent, setting: Setting) -> list[tuple[ReportModel, Timing]]:
+    """Return all times in a setting, without those that a model shares with another."""
+    models = [model for model in content.every if setting in model.timings and model.timed_as is None]
+    return [(model, model.timings[setting]) for model in models]
+
+
+def speed_plots(content: ReportContent) -> list[plot.ReportPlot]:
+    """Return one plot with a panel for each setting; none without times."""
+    caption = (
+        "Speed-up from end to end over the first model of each benchmark; bars are 95 % intervals; the line at 1\u00d7"
+        " is no gain. Circles are measured; diamonds are emulated: one real rank of a group that is not there."
+    )
+    if any(setting.is_random for setting in content.settings):
+        caption += " Random weights: only the times mean something."
+    panels = []
+    for setting in content.settings:
+        rows: list[plot.Row] = []
+        for model, timing in _timings(content, setting):
+            if not timing.is_first:
+                ms = timing.row.ms
+                row = {"name": model.name, "family": model.family, "kind": setting.kind}
+                row["description"] = (
+                    f"{model.title}; {setting.title}; end to end {speedup_text(timing.speedup())};"
+                    f" prefill {speedup_text(timing.speedup('prefill'))}, {ms['prefill']:.3f} ms;"
+                    f" decode {speedup_text(timing.speedup('decode'))}, {ms['decode']:.3f} ms,"
+                    f" {timing.row.tokens_per_s:.1f} tokens/s"
+                )
+                rows.append(row | timing.speedup().fields("x"))
+        x = alt.X("x:Q", title="speed-up (\u00d7)", scale=SPEED_SCALE, axis=SPEED_AXIS)
+        panels.append(plot.dots(setting.title, rows, x, [plot.level(alt.X, 1)]))
+    return plot.filled([plot.ReportPlot("speed", "Speed-up in each setting", caption, panels)])
+
+
+def time_plots(content: ReportContent) -> list[plot.ReportPlot]:
+    """Return one plot for each phase, with a panel for each setting; none where communication was not measured."""
+    caption = (
+        "Compute is the time without communication. Waiting is what communication adds; where the rounds do not tell it"
+        " from nothing, its interval in the data holds 0. Hidden is the communication alone minus the waiting, for"
+        " layouts that overlap."
+    )
+    # one rank has nothing to wait for, so its waits are noise
+    settings = [setting for setting in content.settings if setting.tp_size > 1]
+    plots = []
+    for phase, title in PHASE_TITLES.items():
+        panels = [_time_panel(phase, setting, _timings(content, setting)) for setting in settings]
+        plots.append(plot.ReportPlot(f"time-{phase}", title, caption, panels))
+    return plot.filled(plots)
+
+
+def _time_panel(phase: str, setting: Setting, timings: list[tuple[ReportModel, Timing]]) -> alt.LayerChart:
+    rows: list[plot.Row] = []
+    for model, timing in timings:
+        if (sent := (timing.row.communication or {}).get(phase)) is None:
+            continue
+        # a difference of two medians: it may come out below 0, or above all communication, which no time can be
+        computed = min(sent.no_communication_ms, timing.row.ms[phase])
+        most = min(sent.alone_ms, computed)
+        hidden = min(max(0.0, sent.alone_ms - sent.exposed_ms), most) if timing.row.overlaps(phase) else 0.0
+        waited = WithInterval(sent.exposed_ms, *sent.exposed_interval_ms)
+        for order, time in enumerate((WithInterval(computed - hidden), WithInterval(hidden), waited)):
+            if time.value > 0:
+                row: plot.Row = {"name": model.name, "time": TIMES[order], "order": order, "ms": time.value}
+                row["description"] = f"{model.title}: {TIMES[order]} {time.text(3)} ms; {setting.title}"
+                rows.append(row)
+    bars = alt.Chart().encode(
+        alt.X("ms:Q", title="ms"),
+        alt.Y("name:N", title=None, sort=None),
+        alt.Color("time:N", scale=alt.Scale(domain=TIMES), legend=alt.Legend(columns=2)),
+        order="order:Q",
+        description="description:N",
+    )
+    return plot.make_panel(setting.title, alt.Step(22), rows, [bars.mark_bar(height={"band": 0.7})])
+
+
+def task_plots(content: ReportContent) -> list[plot.ReportPlot]:
+    """Return one plot with a panel for each task; none where nothing was compared."""
+    tasks: dict[str, list[plot.Row]] = {}
+    titles = {}
+    compared = [(model, model.comparison) for model in content.models if model.comparison is not None]
+    for model, comparison in compared:
+        for task in comparison.tasks:
+            if not task.main or task.verdict is None:  # another metric, or one without a meaning in points
+                continue
+            points = WithInterval(task.difference, task.low, task.high).mapped(lambda value: 100 * value)
+            description = f"{model.title}; {task.task}: {points_text(points)} points"
+            if task.right_to_wrong is not None and task.wrong_to_right is not None:
+                lost, won = len(task.right_to_wrong), len(task.wrong_to_right)
+                description += f"; {lost} right to wrong, {won} wrong to right"
+            row: plot.Row = {"name": model.name, "family": model.family, "description": description}
+            tasks.setdefault(task.task, []).append(row | points.fields("x"))
+            titles[task.task] = f"points of {metric_name(task.metric, task.filter)} from dense (logarithmic)"
+    caption = (
+        "Points from dense on the same questions; bars are 95 % intervals of paired differences. Left of 0 is worse."
+        " The dashed line is the margin."
+    )
+    levels = [plot.level(alt.X, 0), plot.level(alt.X, -content.margin, dashed=True)]
+    axes = {name: plot.ACCURACY.axis(alt.X("x:Q")).title(title) for name, title in titles.items()}
+    panels = [plot.dots(name, rows, axes[name], levels) for name, rows in tasks.items()]
+    return plot.filled([plot.ReportPlot("tasks", "Differences task by task", caption, panels)])
+
+
+def recovery_plots(content: ReportContent) -> list[plot.ReportPlot]:
+    """Return one plot of adapted models by tokens; none where no model was adapted."""
+    adapted = [model for model in content.models if model.adapted is not None]
+    trained = {model.origin for model in adapted if model.tokens}
+    models = sorted((model for model in adapted if model.origin in trained), key=lambda model: model.tokens or 0)
+    measure = plot.ACCURACY if any(model.difference for model in models) else plot.PERPLEXITY
+    models = [model for model in models if getattr(model, measure.name) is not None]
+    rows: list[plot.Row] = []
+    for model in models:
+        for adapted_as in dict.fromkeys(other.adapted for other in models if other.origin == model.origin):
+            if model.adapted == AS_CONVERTED or f"{adapted_as}{THEN}".startswith(f"{model.adapted}{THEN}"):
+                row: plot.Row = {"line": f"{model.layout.words}, {adapted_as}", "conversion": model.conversion}
+                row |= {"name": model.name, "family": model.family, "description": f"{model.title}; {model.scores}"}
+                row |= {"tokens": model.tokens or 0, "is_end": model.adapted == adapted_as}
+                rows.append(row | getattr(model, measure.name).fields("y"))
+    scale = alt.Scale(type="symlog", constant=max(1.0, max((row["tokens"] for row in rows), default=0) / 100))
+    x = alt.X("tokens:Q", title="tokens read", scale=scale, axis=TOKENS_AXIS)
+    chart = alt.Chart().encode(x, measure.axis(alt.Y("y:Q")), plot.family_colour(rows))
+    layers = [
+        plot.level(alt.Y, 0),
+        *plot.margin_level(measure, content.margin),
+        chart.mark_line(aria=False, opacity=0.8).encode(alt.Detail(["line:N", "conversion:N"])),
+        plot.intervals(chart, "y"),
+        plot.marks(chart.transform_filter("datum.is_end"), 60),
+    ]
+    caption = (
+        f"Each line is one layout and way of adapting it: {measure.title} against the tokens that it read; 0 tokens is"
+        " the converted model as it is. A line goes through the models that its stages made. Bars are 95 % intervals of"
+        " the difference to dense."
+    )
+    panel = plot.make_panel("", 240, rows, layers)
+    return plot.filled([plot.ReportPlot("recovery", "Recovery against tokens", caption, [panel])], 2)
+
+
+def retraining_plots(documents: FoundDocuments) -> list[plot.ReportPlot]:
+    """Return one plot of all runs that held text out: of the KL where all runs measured it, else of the perplexity."""
+    runs = [(folder, run) for folder, run in documents.of(RetrainingRun) if run.validations]
+    names = [run.name for _, run in runs]
+    if len(set(names)) < len(names):
+        names = [f"{folder.parent.name}/{folder.name}" for folder, _ in runs]
+    validations = [(name, line) for name, (_, run) in zip(names, runs, strict=True) for line in run.validations]
+    has_teacher = all(line.heldout_divergence is not None for _, line in validations)
+    key, quality = ("heldout_divergence", "KL to dense") if has_teacher else ("heldout_perplexity", "perplexity")
+    rows: list[plot.Row] = []
+    for name, line in validations:
+        if (value := line.value(key)) is not None:
+            description = f"{name}: {line.tokens:,} tokens, {quality} {value:.4g}"
+            rows.append(
+                {"name": name, "step": line.step, "tokens": line.tokens, "y": value, "description": description}
+            )
+    dense = {line.value("dense_heldout_perplexity") for _, line in validations}
+    levels = [] if has_teacher else sorted({round(value, 6) for value in dense if value is not None})
+    dashed = f"Dashed: the dense model, {', '.join(f'{value:.4g}' for value in levels)}." if levels else ""
+    scale = alt.Scale(type="log", nice=False) if all(row["y"] > 0 for row in rows) else alt.Scale(zero=False)
+    y_axis = alt.Axis(format="~g", tickCount=6)
+    chart = alt.Chart().encode(
+        alt.X("tokens:Q", title="tokens read", axis=TOKENS_AXIS),
+        alt.Y("y:Q", title=f"held-out {quality}{', nats' * has_teacher}", scale=scale, axis=y_axis),
+        alt.Color("name:N", scale=alt.Scale(domain=names)),
+    )
+    points = plot.marks(chart, 40).encode(alt.Shape("name:N", scale=alt.Scale(domain=names, range=RUN_SHAPES)))
+    layers = [*(plot.level(alt.Y, value, dashed=True) for value in levels), chart.mark_line(aria=False), points]
+    caption = f"Of text that was held out, by the tokens that were read. {dashed}"
+    panels = [plot.make_panel(dashed, 220, rows, layers)]
+    return plot.filled([plot.ReportPlot("heldout", f"Held-out {quality} while retraining", caption, panels)])
+
+
+def sensitivity_plots(documents: FoundDocuments) -> list[plot.ReportPlot]:
+    """Return one plot for each file."""
+    plots = []
+    for number, (_, document) in enumerate(documents.of(SensitivityDocument), 1):
+        name = "sensitivity" if number == 1 else f"sensitivity-{number}"
+        caption = f"{dense_line(document).capitalize()}. Bars are {INTERVAL:.0%} bootstrap intervals."
+        plots.append(plot.ReportPlot(name, "Sensitivity of each layer", caption, [_sensitivity_panel(document)]))
+    return plots
+
+
+def _sensitivity_panel(document: SensitivityDocument) -> alt.LayerChart:
+    """Return a panel of each layer's sensitivity by kind; logarithmic away from 0, as a few layers dwarf the others."""
+    rows: list[plot.Row] = []
+    for cost in document.costs:
+        text = f"{cost.sensitivity:.4g} ({cost.low:.4g} to {cost.high:.4g})"
+        row = {"layer": cost.layer, "kind": cost.kind, "description": f"layer {cost.layer} as {cost.kind}: {text}"}
+        rows.append(row | WithInterval(cost.sensitivity, cost.low, cost.high).fields("y"))
+    scale = alt.Scale(type="symlog", constant=LEAST_COST, nice=False, padding=8)
+    axis = alt.Axis(values=COST_TICKS, format="~g", labelOverlap=True)
+    chart = alt.Chart().encode(
+        alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
+        alt.Y("y:Q", title="increase of perplexity", scale=scale, axis=axis),
+        alt.XOffset("kind:N", sort=document.kinds),
+        alt.Color("kind:N", scale=alt.Scale(domain=LAYER_CHANGES), legend=alt.Legend(values=document.kinds)),
+    )
+    points = plot.marks(chart, 40).encode(alt.Shape("kind:N", scale=alt.Scale(domain=LAYER_CHANGES)))
+    ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
+    title = f"{Path(document.model).name}{ranks}{', aligned' if document.aligned is not None else ''}"
+    return plot.make_panel(title, 220, rows, [plot.level(alt.Y, 0), plot.intervals(chart, "y"), points])
