@@ -38,12 +38,7 @@ def larger(tmp_path_factory):
 
 
 def options(larger, model, out, **more):
-    given = {
-        "max_steps": 2,
-        "batch_size": 2 * ROWS,
-        "micro_batch_size": ROWS,
-        "seq_len": TOKENS,
-    }
+    given = {"max_steps": 2, "batch_size": 2 * ROWS, "micro_batch_size": ROWS, "seq_len": TOKENS}
     given |= {"distill_from": str(larger / "dense"), "heldout": 0, "write": "last"}
     paths = {"model": str(larger / model), "out": str(out), "data": (str(larger / "ids.npy"),)}
     return AdaptOptions(device="cpu", verify=False, **{**paths, **given, **more})

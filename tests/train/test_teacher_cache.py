@@ -55,13 +55,7 @@ def test_a_killed_run_goes_on_and_a_longer_one_adds(place, tmp_path, small_parts
     with mock.patch.object(teacher_cache, "_answers", count):
         assert "killed" in one_sentence(adapt(place, tmp_path / "out", *taught(place, answers), steps=2))
         succeed(place, tmp_path / "out", *taught(place, answers), steps=2)
-        assert asked == [
-            3,
-            3,
-            3,
-            3,
-            2,
-        ]  # 8 rows to train on, of which the last file is asked twice; 3 examples held out
+        assert asked == [3, 3, 3, 3, 2]  # 8 rows to train on, whose last file is asked twice; 3 held out
         tokens = ["--max-tokens", 16 * LENGTH]
         succeed(place, tmp_path / "tokens", *taught(place, answers, *tokens), without=["--max-steps"])
         assert len(asked) == 5  # no more rows than those
