@@ -261,7 +261,6 @@ def distinct_names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(split_names(text)))
 
 
-REVISION = Option("Branch, tag or commit of a model from the hub.", panel=MODELS)
 DEVICE = Option("Where to compute.", panel=MEMORY, shown="cuda if there is one")
 THREADS = Option("CPU threads of each process.", panel=MEMORY, min=1, shown="cores / processes")
 DTYPE = Option("float32, bfloat16, float16, or auto: as stored.", "DTYPE", MEMORY)

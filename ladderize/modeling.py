@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.quantised import quantisation_of
-from ladderize.checkpoint.reading import Checkpoint, has_tokenizer
+from ladderize.checkpoint.reading import Checkpoint, has_tokenizer, split_revision
 from ladderize.errors import UserError
 from ladderize.families.base import Family
 from ladderize.families.registry import find_family, is_ladderized
@@ -68,7 +68,6 @@ def load(
     *,
     dtype: str = "auto",
     device: str | None = None,
-    revision: str | None = None,
     trust_remote_code: bool = False,
     **kwargs: Any,
 ) -> "PreTrainedModel":
@@ -83,7 +82,7 @@ def load(
     """
     from transformers import AutoModelForCausalLM
 
-    checkpoint = open_checkpoint(model, revision, sound="any")
+    checkpoint = open_checkpoint(model, sound="any")
     register()
     folder = checkpoint.folder
     family = find_family(checkpoint.config)
@@ -123,7 +122,7 @@ def model_config(checkpoint: Checkpoint, trust_remote_code: bool = False) -> "Pr
 
 
 def load_tokenizer(
-    model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False, **kwargs: Any
+    model: str | Path, *, trust_remote_code: bool = False, **kwargs: Any
 ) -> "PreTrainedTokenizerBase | None":
     """Return the tokenizer of a checkpoint; None where its folder has none.
 
@@ -137,10 +136,9 @@ def load_tokenizer(
     folder = Path(model).expanduser()
     if folder.is_dir() and not has_tokenizer(folder):
         return None
+    name, revision = split_revision(str(folder if folder.is_dir() else model))
     try:
-        return AutoTokenizer.from_pretrained(
-            folder if folder.is_dir() else model, revision=revision, trust_remote_code=trust_remote_code, **kwargs
-        )
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **kwargs)
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{model}: its tokenizer cannot be loaded ({' '.join(str(error).split())[:200]})") from None
 

@@ -165,7 +165,6 @@ def test_index_that_leads_astray(tmp_path, entry, message):
         (["--delayed", "1:", "--ladder", "2", "--sync-tp-size", "4"], 1, "exclude each other, and both name 2"),
         (["--sync-tp-size", "4"], 2, "no effect without --delayed or --spd"),
         (["--dense", "4:"], 1, "--dense: 4: is empty or out of range for a model of 4 layers"),
-        (["--ladder", "2:", "--revision", "main"], 1, "has no revisions"),
     ],
 )
 def test_wrong_options(llama, tmp_path, options, code, message):

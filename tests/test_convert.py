@@ -308,7 +308,7 @@ def test_a_hub_snapshot(llama, tmp_path, monkeypatch):
         shutil.move(path, repo / "blobs" / digest)
         (repo / "snapshots" / commit / path.name).symlink_to(f"../../blobs/{digest}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    report = convert_checkpoint("org/tiny", tmp_path / "out", LADDER, revision="main")
+    report = convert_checkpoint("org/tiny@main", tmp_path / "out", LADDER)
     assert report.weights == {"linked": 1}
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
     assert card_of(tmp_path / "out")[0]["base_model"] == "org/tiny"
@@ -371,7 +371,7 @@ def test_an_unsaid_layout_is_recorded(llama, tmp_path, recipe):
     ],
 )
 def test_no_weights_are_downloaded_for_a_conversion_that_cannot_be(llama, tmp_path, monkeypatch, recipe, message):
-    def snapshot(repo, revision, **patterns):
+    def snapshot(name, **patterns):
         assert patterns == {"allow_patterns": ["*.json"]}, "weights were fetched"
         return llama
 

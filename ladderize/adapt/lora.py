@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.reading import Checkpoint, split_revision
 from ladderize.checkpoint.tensors import fingerprint, write_tensors
 from ladderize.errors import UserError
 from ladderize.files import output
@@ -104,7 +104,8 @@ def write_adapter(
     """Write the adapter folder ``out``, whole or not at all: PEFT's files and ``files`` (name -> text).
     tensors: A [rank, in] and B [out, rank] of each projection, by PEFT's names in files."""
     config = copy.deepcopy(config)
-    config.base_model_name_or_path, config.inference_mode = base.model, True
+    config.base_model_name_or_path, config.revision = split_revision(base.model)
+    config.inference_mode = True
     config.target_modules = sorted(config.target_modules or ())  # a set has another order in each run
     infos = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     with output.atomic_folder(resolved(out, "OUT "), overwrite=overwrite) as folder:

@@ -283,6 +283,5 @@ class MergeOptions:
         shown="the one that ADAPTER names",
         panel=choices.MODELS,
     )
-    revision: str | None = option(choices.REVISION)
     overwrite: bool = option(choices.OVERWRITE, False)
     verify: bool = option(choices.NO_VERIFY, True)

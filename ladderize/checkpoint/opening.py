@@ -42,7 +42,6 @@ class Source:
     """A checkpoint by its name: a folder or a hub id, of which only the .json files are downloaded yet."""
 
     name: str
-    revision: str | None
     folder: Path
     is_local: bool
     config: dict[str, Any]
@@ -50,7 +49,7 @@ class Source:
 
     def open(self, sound: Sound = "floats") -> Checkpoint:
         """Return the checkpoint, downloaded where it is not local; ``open_checkpoint`` says more."""
-        folder = self.folder if self.is_local else fetch_weights(self.name, self.revision)
+        folder = self.folder if self.is_local else fetch_weights(self.name)
         checkpoint = _read(folder, self.config, self.warnings)
         if sound == "floats":
             check_config(checkpoint.config, self.name)
@@ -61,18 +60,18 @@ class Source:
         return checkpoint
 
 
-def find_source(model: str | Path, revision: str | None = None) -> Source:
-    folder, is_local = resolve_json(str(model), revision)
-    return Source(str(model), revision, folder, is_local, *read_config_and_warnings(folder))
+def find_source(model: str | Path) -> Source:
+    folder, is_local = resolve_json(str(model))
+    return Source(str(model), folder, is_local, *read_config_and_warnings(folder))
 
 
-def open_checkpoint(model: str | Path, revision: str | None = None, *, sound: Sound = "floats") -> Checkpoint:
+def open_checkpoint(model: str | Path, *, sound: Sound = "floats") -> Checkpoint:
     """Return a checkpoint (a folder or a hub id, which is downloaded) whose config and headers are sound.
 
     sound: "floats" is of a supported family, and no quantised one; "any" takes those, too, and other families, of
     which no tensor is checked. Pickle weights, which are never opened, adapters and truncated files are a UserError.
     """
-    return find_source(model, revision).open(sound)
+    return find_source(model).open(sound)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

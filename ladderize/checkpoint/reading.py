@@ -167,13 +167,13 @@ def _no_weights(folder: Path) -> UserError:
     )
 
 
-def fetch_weights(repo: str, revision: str | None) -> Path:
+def fetch_weights(name: str) -> Path:
     """Return the snapshot of a hub id with its weights, downloaded if necessary, without pickle weights."""
     unwanted = ["original/*", "consolidated*", *(f"*{suffix}" for suffix in OTHER_WEIGHTS)]
-    return _snapshot(repo, revision, ignore_patterns=unwanted)
+    return _snapshot(name, ignore_patterns=unwanted)
 
 
-def resolve_json(source: str, revision: str | None) -> tuple[Path, bool]:
+def resolve_json(source: str) -> tuple[Path, bool]:
     """Return a checkpoint's folder, and whether it is local. Of a hub id only the .json files are downloaded."""
     if not source.strip():
         raise UserError("the name of the checkpoint is empty; name a folder or a hub id")
@@ -192,27 +192,35 @@ def resolve_json(source: str, revision: str | None) -> tuple[Path, bool]:
                 " checkpoint, with config.json and safetensors weights, or a hub id"
             )
         check_entries(path)
-        if revision is not None:
-            raise UserError(f"{source} is a local folder, which has no revisions; leave --revision out")
         return path.resolve(), True
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source):
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(@[\w./-]+)?", source):
         raise UserError(
             f"{source} does not exist; name a checkpoint folder or a hub id such as meta-llama/Llama-3.2-1B"
         )
-    return _snapshot(source, revision, allow_patterns=["*.json"]), False
+    return _snapshot(source, allow_patterns=["*.json"]), False
 
 
-def _snapshot(repo: str, revision: str | None, **patterns: Any) -> Path:
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Return the repository of a model's name, and the branch, tag or commit behind an @: ``org/name@main``. A local
+    folder has none."""
+    if Path(name).expanduser().exists():
+        return name, None
+    repo, _, revision = name.partition("@")
+    return repo, revision or None
+
+
+def _snapshot(name: str, **patterns: Any) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    repo, revision = split_revision(name)
     try:
         return Path(snapshot_download(repo, revision=revision, **patterns))
     except LocalEntryNotFoundError:
-        raise UserError(f"{repo} is not a local folder and not in the cache, and the hub cannot be reached") from None
+        raise UserError(f"{name} is not a local folder and not in the cache, and the hub cannot be reached") from None
     except (HfHubHTTPError, ValueError, OSError) as error:
         raise UserError(
-            f"{repo} is not a local folder and cannot be downloaded from the hub: {str(error).splitlines()[0]}"
+            f"{name} is not a local folder and cannot be downloaded from the hub: {str(error).splitlines()[0]}"
         ) from None
 
 

@@ -11,7 +11,6 @@ from ladderize.choices import (
     NO_VERIFY,
     OUTPUT,
     OVERWRITE,
-    REVISION,
     DeviceName,
     argument,
     flag,
@@ -53,7 +52,6 @@ class ConvertOptions(Recipe):
     dry_run: bool = option("Show what would be done and write nothing.", False, panel=OUTPUT, decides=False)
     overwrite: bool = option(OVERWRITE, False)
     verify: bool = option(NO_VERIFY, True)
-    revision: str | None = option(REVISION)
 
     def __post_init__(self) -> None:
         asked = [field.name for field in fields(Recipe) if getattr(self, field.name) is not None]
@@ -107,7 +105,6 @@ def _converted(options: ConvertOptions, console: Console) -> "ConversionReport":
             options.out,
             recipe,
             changes,
-            revision=options.revision,
             copy=options.copy,
             dry_run=dry_run,
             overwrite=options.overwrite,
@@ -124,9 +121,9 @@ def _converted(options: ConvertOptions, console: Console) -> "ConversionReport":
 
     report = converted(dry_run=True)  # whose faults are told before the work
     if options.dry_run:
-        _, layout = assignable(options.src, recipe, options.revision)
+        _, layout = assignable(options.src, recipe)
         console.note(f"would assign {' and '.join(options.assign)} in layers {format_ranges(apart_layers(layout))}")
         return report
     assigning = AssignOptions(assign=options.assign, data=options.data, device=device)
-    assignment = assign_ranks(options.src, recipe, assigning, revision=options.revision, console=console)
+    assignment = assign_ranks(options.src, recipe, assigning, console=console)
     return converted(Changes(assignment=assignment))

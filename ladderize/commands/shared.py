@@ -37,7 +37,7 @@ def check_named_models(params: Mapping[str, Any]) -> None:
     """Raise UserError or LayoutError for models that are not sound, or that the ranks cannot share. Needs no torch."""
     models = [*(params.get("models") or ()), params.get("model"), params.get("distill_from")]
     for model in filter(None, models):
-        config = open_checkpoint(model, params.get("revision"), sound="any").config
+        config = open_checkpoint(model, sound="any").config
         if find_family(config) is None:
             continue
         for name in ("tp_size", "emulate_tp", "sync_tp_size"):

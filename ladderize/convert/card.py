@@ -9,6 +9,7 @@ import yaml
 
 from ladderize import __version__
 from ladderize.checkpoint.quantised import QUANTISE_LAST
+from ladderize.checkpoint.reading import split_revision
 from ladderize.console import code_span, printable
 from ladderize.convert.plan import Plan
 from ladderize.families.registry import family_of
@@ -68,7 +69,7 @@ def _front_matter(plan: Plan) -> dict[str, Any]:
     ours = [tag for tag, layers in of_modes.items() if layers in plan.after.kinds]
     front |= {"library_name": "transformers", "tags": [*kept, "ladderize", *ours]}
     if plan.hub_id:
-        front["base_model"] = plan.hub_id
+        front["base_model"] = split_revision(plan.hub_id)[0]
     if "license" not in front and "LICENSE" in plan.report.carried_over:
         front |= {"license": "other", "license_link": "LICENSE"}
     return front

@@ -160,16 +160,14 @@ class InspectionReport(Record):
         return [{"": name, "dense": dense[key], "this layout": this[key]} for name, key in keys.items()]
 
 
-def inspect_checkpoint(
-    model: str | Path, *, revision: str | None = None, tp_size: int | None = None
-) -> InspectionReport:
+def inspect_checkpoint(model: str | Path, *, tp_size: int | None = None) -> InspectionReport:
     """Return the layout, parameters, and sync points and bytes per token of a checkpoint and of the dense model. No
     weights are read.
 
     model: a folder or a hub id.
     tp_size: None: the layout's sync_tp_size, else 8, or the largest size below it that the model can be split into.
     """
-    source = find_source(model, revision)
+    source = find_source(model)
     folder, config = source.folder, source.config
     check_config(plain_config(config))
     quantisation, layout = quantisation_of(config, folder), Layout.from_config(config)

@@ -31,7 +31,6 @@ def convert_checkpoint(
     recipe: Recipe | Layout,
     changes: Changes | None = None,
     *,
-    revision: str | None = None,
     copy: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -49,7 +48,7 @@ def convert_checkpoint(
     """
     if not dry_run:
         output.clean_up(resolved(out, "OUT "))
-    plan = make_plan(str(src), Path(out), recipe, revision=revision, overwrite=overwrite, changes=changes or Changes())
+    plan = make_plan(str(src), Path(out), recipe, overwrite=overwrite, changes=changes or Changes())
     report, source = plan.report, plan.source.folder
     if dry_run:
         return report

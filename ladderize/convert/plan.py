@@ -158,12 +158,11 @@ def make_plan(
     out: Path,
     recipe: Recipe | Layout,
     *,
-    revision: str | None = None,
     overwrite: bool = False,
     changes: Changes,
 ) -> Plan:
     """Return the plan of a conversion, from the validated headers of the source; no weights are downloaded in vain."""
-    located = find_source(src, revision)
+    located = find_source(src)
     target, config = output.check_target(out, located.folder, overwrite=overwrite), located.config
     check_config(plain_config(config))
     before, quantisation = Layout.from_config(config), quantisation_of(config, located.folder)

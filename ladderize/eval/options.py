@@ -14,7 +14,6 @@ from ladderize.choices import (
     MEASUREMENT,
     MEMORY,
     OUTPUT,
-    REVISION,
     SEQ_LEN,
     TP_SIZE,
     Dtype,
@@ -89,7 +88,6 @@ class EvalOptions:
     )
     dtype: Dtype = option(DTYPE, "auto")
     device: str | None = option("Where to compute, such as cpu or cuda:0.", panel=MEMORY, shown="cuda if there is one")
-    revision: str | None = option(REVISION)
     out: Path | None = option("Write results as JSON, after every task.", panel=OUTPUT, metavar="FILE", decides=False)
     keep_predictions: Path | None = option(
         "Keep the first model's predictions on --perplexity, for --reference of later runs.",

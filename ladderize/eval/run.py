@@ -59,7 +59,7 @@ def evaluate(options: EvalOptions, *, open_model: OpenModel | None = None, conso
         # errors that are certain are found before any model is loaded
         if options.perplexity is not None:
             data_files(options.perplexity, "--perplexity")
-        folders = [open_checkpoint(name, options.revision, sound="any").folder for name in names]
+        folders = [open_checkpoint(name, sound="any").folder for name in names]
         if options.resume:
             output.models = ranks.broadcast(output.earlier())  # all ranks leave out the tasks that are done
         asked = None

@@ -40,7 +40,7 @@ class LayoutMeasurer:
         self, options: PlanOptions, costs: SensitivityDocument, *, kept_beside: Path, console: Console = SILENT
     ) -> None:
         data, aligned = costs.data, costs.aligned
-        checkpoint = open_checkpoint(options.name, options.revision)
+        checkpoint = open_checkpoint(options.name)
         dtype = compute_dtype(options.dtype, stored_dtype(checkpoint))
         self.blocks, self.console = Blocks(checkpoint, dtype, torch.device(default_device())), console
         if file_sha256(data.file) != data.sha256:

@@ -13,7 +13,6 @@ from ladderize.choices import (
     MEMORY,
     MODELS,
     OUTPUT,
-    REVISION,
     SHAPE_NAMES,
     THREADS,
     DeviceName,
@@ -41,7 +40,6 @@ class PlanOptions(Record):
     model: str | None = argument("[MODEL]", "A checkpoint: folder or hub id. Its own layout is a row too.", None)
     shape: str | None = option(f"A shape instead of a checkpoint: {SHAPE_NAMES}.", panel=MODELS, metavar="CONFIG")
     dtype: Dtype = option(f"{DTYPES}as stored, bfloat16 for a shape.", "auto", panel=MODELS, metavar="DTYPE")
-    revision: str | None = option(REVISION)
     hardware: str = option(
         "The device of one rank: h100-sxm, rtx-4090, l40s or another known one (docs/planning.md), or a file of"
         " calibrate or of your own.", ..., panel=MEMORY, metavar="DEVICE",

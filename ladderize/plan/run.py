@@ -126,7 +126,7 @@ def _serving(options: PlanOptions) -> tuple[Serving, Layout]:
     device, engines = read_device(options.hardware), known_engines()
     folder = None
     if options.model is not None:
-        folder = resolve_json(options.model, options.revision)[0]
+        folder = resolve_json(options.model)[0]
         config = read_config(folder)
     else:
         config = read_shape(options.name, "--shape")
@@ -300,7 +300,7 @@ def _check_costs(options: PlanOptions, layout: Layout, costs: SensitivityDocumen
     if costs.num_layers != layout.num_layers:
         raise UserError(f"{path} is of a model of {costs.num_layers} layers, but this one has {layout.num_layers}")
     if options.model is not None:  # the weights are downloaded if they are a hub's and not here
-        if fingerprint(open_checkpoint(options.model, options.revision, sound="any")) != costs.fingerprint:
+        if fingerprint(open_checkpoint(options.model, sound="any")) != costs.fingerprint:
             raise UserError(f"{path} was measured on another model (their fingerprints differ); measure this one")
     elif options.verify is not None:
         raise UserError("--verify measures a checkpoint, and --shape has no weights; name the checkpoint instead")

@@ -84,7 +84,7 @@ def open_spec(options: GenerateOptions) -> ModelSpec:
     check_device(device)
     check_backend(options.backend, options.tp_size, device)
     check_group_size(options.tp_size, device)
-    return checkpoint_spec(str(options.model), tp_size=options.tp_size, dtype=options.dtype, revision=options.revision)
+    return checkpoint_spec(str(options.model), tp_size=options.tp_size, dtype=options.dtype)
 
 
 def tokenizer_of(spec: ModelSpec) -> Any:

@@ -9,7 +9,6 @@ from ladderize.choices import (
     DEVICE,
     DTYPE,
     MAX_SEED,
-    REVISION,
     TP_SIZE,
     Dtype,
     SendingBackend,
@@ -91,7 +90,6 @@ class GenerateOptions:
     )
     seed: int = option("Sampling seed; the same draws for every --tp-size.", 0, min=0, max=MAX_SEED, panel=SAMPLING)
     ignore_eos: bool = option("Do not stop at EOS tokens.", False, panel=SAMPLING)
-    revision: str | None = option(REVISION)
     tp_size: int = option(TP_SIZE, 1, decides=False)
     backend: SendingBackend = option(BACKEND, "auto", decides=False)
     dtype: Dtype = option(DTYPE, "auto")

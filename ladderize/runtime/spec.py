@@ -68,11 +68,9 @@ class ModelSpec:
         return CheckpointSource(read_checkpoint(self.folder), dtype, device).read
 
 
-def checkpoint_spec(
-    model: str, *, tp_size: int, dtype: str = "auto", revision: str | None = None, option: str = "--tp-size"
-) -> ModelSpec:
+def checkpoint_spec(model: str, *, tp_size: int, dtype: str = "auto", option: str = "--tp-size") -> ModelSpec:
     """Return a checkpoint's specification after all checks that need no weights."""
-    source = find_source(model, revision)
+    source = find_source(model)
     layout = _check(model, source.config, tp_size, option)  # before anything is downloaded
     checkpoint = source.open()
     dtype = stored_dtype(checkpoint) if dtype == "auto" else dtype

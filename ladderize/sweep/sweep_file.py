@@ -33,10 +33,10 @@ LINK_KEYS = ("link", "outer_link")  # paths where they name a file
 LISTS = {"adapt": ("data", "eval_data", "lora_targets"), "bench": ("batch_size", "baselines", "schedules")}
 # options that an entry may not give besides those that decide nothing: the sweep gives them, or has no use for them
 RESERVED = {
-    "convert": "src out dense dtype revision",
+    "convert": "src out dense dtype",
     "adapt": "model out distill_from align log_with",
-    "eval": "models out keep_predictions reference resume revision engine",
-    "bench": "models random_weights layout num_layers sync_tp_size engine revision train out profile",
+    "eval": "models out keep_predictions reference resume engine",
+    "bench": "models random_weights layout num_layers sync_tp_size engine train out profile",
 }
 Given = Mapping[str, Any]  # option -> value, as a file has them
 

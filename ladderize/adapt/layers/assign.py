@@ -41,11 +41,11 @@ WINDOWS_AT_ONCE_TOKENS = 4096
 
 
 def assign_ranks(
-    model: str | Path, recipe: Recipe, options: AssignOptions, *, revision: str | None = None, console: Console = SILENT
+    model: str | Path, recipe: Recipe, options: AssignOptions, *, console: Console = SILENT
 ) -> RankAssignment:
     """Return the assignment for what a recipe makes of a dense model, computed on data, with one layer in memory at a
     time. Raises UserError where the model, the layout or the data leave nothing to assign."""
-    checkpoint, layout = assignable(str(model), recipe, revision)
+    checkpoint, layout = assignable(str(model), recipe)
     data, wanted, positions = options.data or "", assign_tokens(checkpoint.config), most_positions(checkpoint.config)
     with console.stage("reading the data"):
         rows = read_rows(checkpoint, data, console, enough=2 * wanted)
@@ -66,10 +66,10 @@ def assign_tokens(config: Mapping[str, Any]) -> int:
     return max(SHORT, int(config["intermediate_size"]))
 
 
-def assignable(model: str, recipe: Recipe, revision: str | None = None) -> tuple[Checkpoint, Layout]:
+def assignable(model: str, recipe: Recipe) -> tuple[Checkpoint, Layout]:
     """Return the dense checkpoint, and the layout that the recipe makes of it. Raises UserError where heads and neurons
     have no ranks to choose, or may not move."""
-    checkpoint = open_checkpoint(model, revision)
+    checkpoint = open_checkpoint(model)
     layout = recipe.layout(Layout.from_config(checkpoint.config))
     layout.check_model(checkpoint.config)
     if not apart_layers(layout):

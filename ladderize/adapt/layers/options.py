@@ -211,7 +211,6 @@ class SensitivityOptions:
     )
     dtype: Dtype = option(choices.DTYPE, "auto")
     device: DeviceName | None = option(choices.DEVICE)
-    revision: str | None = option(choices.REVISION)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -263,7 +262,6 @@ class SpdOptions:
     device: DeviceName | None = option(choices.DEVICE)
     overwrite: bool = option(choices.OVERWRITE, False)
     verify: bool = option(choices.NO_VERIFY, True)
-    revision: str | None = option(choices.REVISION)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -54,7 +54,6 @@ class LayerTask:
     console: Console
     overwrite: bool
     verify: bool
-    revision: str | None
 
     @property
     def method(self) -> LayerMethod:
@@ -98,13 +97,12 @@ def open_layer_task(
     *,
     overwrite: bool,
     verify: bool,
-    revision: str | None,
 ) -> LayerTask:
     """Return the task with its data read. All ranks call it. Raises UserError for models that are not a pair, and for
     an OUT that may not be written."""
     data_files(options.data)  # raises UserError where they are missing
     ranks = join_ranks(options.device)
-    source, dense = open_checkpoint(model, revision), open_checkpoint(teacher, revision if teacher == model else None)
+    source, dense = open_checkpoint(model), open_checkpoint(teacher)
     check_pair(source, dense, model, teacher)
     check_related(source, dense, model, teacher)
     if overwrite or not any(RUN_SHA256 in read_own(resolved(out) / method.file) for method in METHODS.values()):
@@ -116,7 +114,7 @@ def open_layer_task(
     converted, teacher_blocks = Blocks(source, dtype, ranks.device), Blocks(dense, dtype, ranks.device)
     data = WindowData(options.data, source_sha256(options.data), *windows.sizes)
     models = model, teacher, out, converted, teacher_blocks
-    return LayerTask(*models, windows, data, options, ranks, console, overwrite, verify, revision)
+    return LayerTask(*models, windows, data, options, ranks, console, overwrite, verify)
 
 
 def adapt_layers(
@@ -127,19 +125,16 @@ def adapt_layers(
     *,
     overwrite: bool = False,
     verify: bool = True,
-    revision: str | None = None,
     console: Console = SILENT,
 ) -> LayersDocument | None:
     """Rewrite ``model``'s layers after the dense model that it was converted from, and write ``out``: AlignOptions
     solve projections by least squares, BlockwiseOptions distil each block. Returns the document; None on other ranks
     than 0. Several processes (accelerate launch, torchrun) share the work; rank 0 writes. A killed run resumes."""
-    layout = Layout.from_config(open_checkpoint(str(model), revision).config)
+    layout = Layout.from_config(open_checkpoint(str(model)).config)
     if layout.is_dense:
         raise UserError(f"{model} is dense; there is nothing to distil; convert it first")
     layers = layers_to_rewrite(options, layout)  # faults of the layers and of OUT are told before the data are read
-    task = open_layer_task(
-        str(model), str(out), str(dense), options, console, overwrite=overwrite, verify=verify, revision=revision
-    )
+    task = open_layer_task(str(model), str(out), str(dense), options, console, overwrite=overwrite, verify=verify)
     # a fingerprint tells no layout, and the data's not which rows are read
     target = {"method": options.method, "layout": str(layout), "layers": list(layers), "spare": options.spare}
     identity = {**target, **task.fingerprints(), **task.about()}
@@ -210,7 +205,6 @@ def rewrite_layers(
         changes,
         overwrite=task.overwrite,
         verify=task.verify,
-        revision=task.revision,
         console=task.console,
     )
     return document

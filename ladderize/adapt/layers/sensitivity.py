@@ -49,7 +49,7 @@ def write_sensitivity(
         check_writable(options.out, inputs=[options.data])
         if options.out.exists() and not options.overwrite:
             raise UserError(f"--out {options.out} is there already; name another file, or pass --overwrite")
-    checkpoint = open_checkpoint(options.model, options.revision)
+    checkpoint = open_checkpoint(options.model)
     dense = Layout.from_config(checkpoint.config)
     if not dense.is_dense:
         raise UserError(f"{options.model} is not dense ({dense}); a sensitivity is measured on the dense model")

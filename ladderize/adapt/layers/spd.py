@@ -33,7 +33,7 @@ def spd(options: SpdOptions, *, console: Console = SILENT) -> LayersDocument | N
     than 0. A work folder keeps every step until OUT is written, so a killed run resumes. Several processes (accelerate
     launch, torchrun) share the work, and rank 0 writes. Raises UserError."""
     model, size = options.model, options.sync_tp_size
-    checkpoint = open_checkpoint(model, options.revision)
+    checkpoint = open_checkpoint(model)
     dense = Layout.from_config(checkpoint.config)
     if not dense.is_dense:
         raise UserError(
@@ -48,7 +48,6 @@ def spd(options: SpdOptions, *, console: Console = SILENT) -> LayersDocument | N
         console,
         overwrite=options.overwrite,
         verify=options.verify,
-        revision=options.revision,
     )
     asked = {name: getattr(options, name) for name in ("sync_tp_size", "spd_fraction", "repair", "assign")}
     identity = {"method": "spd", **task.fingerprints(), **task.about(), **asked}
@@ -98,7 +97,6 @@ def measure(task: LayerTask, options: SpdOptions, calibration: Tensor, path: Pat
         sync_tp_size=options.sync_tp_size,
         mode="sweep",
         dtype=task.about()["dtype"],
-        revision=options.revision,
     )
     drawn = calibration.numpy(), task.data.sha256
     write_sensitivity(sweep, drawn=drawn, ranks=task.ranks, console=task.console)

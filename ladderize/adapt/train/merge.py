@@ -66,9 +66,9 @@ def merge(options: MergeOptions, *, console: Console = SILENT) -> ConversionRepo
     document = check_adapter(folder)
     trained = AdapterBase.from_dict(document.get("base"), f"{folder / ADAPTATION}: base") if document else None
     if options.base is None:
-        base, revision, checkpoint = open_named_base(folder, trained, options.revision)
+        base, checkpoint = open_named_base(folder, trained)
     else:
-        base, revision, checkpoint = options.base, options.revision, open_checkpoint(options.base, options.revision)
+        base, checkpoint = options.base, open_checkpoint(options.base)
     layout, digest = Layout.from_config(checkpoint.config), fingerprint(checkpoint)
     if trained and (trained.fingerprint != digest or trained != replace(trained, **layout.to_config())):
         raise UserError(
@@ -97,26 +97,23 @@ def merge(options: MergeOptions, *, console: Console = SILENT) -> ConversionRepo
             out,
             Recipe(),
             changes,
-            revision=revision,
             overwrite=options.overwrite,
             verify=options.verify,
             console=console,
         )
 
 
-def open_named_base(
-    folder: Path, trained: AdapterBase | None, revision: str | None
-) -> tuple[str, str | None, Checkpoint]:
-    """Return name, revision and checkpoint of the base that an adapter names; raises UserError where it cannot
-    be opened. trained: what adaptation.json says of it. Other tools leave its name in adapter_config.json."""
+def open_named_base(folder: Path, trained: AdapterBase | None) -> tuple[str, Checkpoint]:
+    """Return name and checkpoint of the base that an adapter names; raises UserError where it cannot be opened.
+    trained: what adaptation.json says of it. Other tools leave its name in adapter_config.json."""
     config = read_json(folder / ADAPTER_CONFIG)
     name = trained.model if trained else config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name.strip():
         raise UserError(f"{folder} does not say what it was trained on; name that checkpoint with --base")
-    if trained is None and revision is None and not Path(name).expanduser().exists():
-        revision = config.get("revision")
+    if trained is None and config.get("revision") is not None and not Path(name).expanduser().exists():
+        name = f"{name}@{config['revision']}"
     try:
-        return name, revision, open_checkpoint(name, revision)
+        return name, open_checkpoint(name)
     except UserError as error:
         raise UserError(
             f"{name}, which {folder} was trained on, cannot be opened; give its location with --base ({error})"

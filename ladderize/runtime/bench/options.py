@@ -13,7 +13,6 @@ from ladderize.choices import (
     MODELS,
     OUTPUT,
     REPLICATE_VOCAB,
-    REVISION,
     SEED_OF_ROUNDS,
     SHAPE_NAMES,
     THREADS,
@@ -91,7 +90,6 @@ class BenchOptions(Record):
         metavar="A,B",
         parse=distinct_names,
     )
-    revision: str | None = option(REVISION)
     tp_size: int = option(TP_SIZE, 1)
     emulate_tp: int | None = option(
         "Emulate TP size N in one process: it computes rank 0's part, and --link gives the delays.", panel=MEMORY, min=2

@@ -91,10 +91,7 @@ def chosen_models(options: BenchOptions, device: str) -> list[ModelSpec]:
     check_group_size(options.tp_size, device)
     ranks, option = options.ranks, options.ranks_option
     if options.random_weights is None:
-        specs = [
-            checkpoint_spec(model, tp_size=ranks, dtype=options.dtype, revision=options.revision, option=option)
-            for model in options.models
-        ]
+        specs = [checkpoint_spec(model, tp_size=ranks, dtype=options.dtype, option=option) for model in options.models]
     else:
         config = read_shape(options.random_weights)
         check_config(config)
