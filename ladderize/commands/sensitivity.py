@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ladderize.adapt.layers.options import SensitivityOptions
-from ladderize.commands.shared import LOADING, command_line, start_on
+from ladderize.commands.shared import command_line, loading, start_on
 from ladderize.console import Console
 from ladderize.convert.sensitivity_file import cheapest_half, cost_rows, summary
 from ladderize.files.regular import resolved
@@ -12,7 +12,7 @@ from ladderize.files.regular import resolved
 def sensitivity(options: SensitivityOptions) -> None:
     """Measure what each layer of a dense model costs when its sync points are overlapped or dropped."""
     console = Console(options.as_json)
-    with console.stage(LOADING):
+    with loading(options, console):
         device = start_on(options.device, None)
         from ladderize.adapt.layers.sensitivity import write_sensitivity
     document = write_sensitivity(replace(options, device=device), console=console)

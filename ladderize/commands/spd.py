@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 from ladderize.adapt.layers.options import SpdOptions
-from ladderize.commands.shared import LOADING, show_layers, start_on
+from ladderize.commands.shared import loading, show_layers, start_on
 from ladderize.console import Console
 
 
 def spd(options: SpdOptions) -> None:
     """Sync-Point Drop in one command: measure sensitivity, drop, assign heads and neurons to ranks, and repair."""
     console = Console(options.as_json)
-    with console.stage(LOADING):
+    with loading(options, console):
         device = start_on(options.device, None)
         from ladderize.adapt.layers.spd import spd as make_spd
     document = make_spd(replace(options, device=device), console=console)
