@@ -28,8 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 import ladderize
 from ladderize.adapt.data.packing import IGNORED_TARGET, collate
 from ladderize.adapt.data.training_data import open_data
+from ladderize.adapt.options import AdaptOptions
 from ladderize.adapt.train.loop import Loop, micro_batches
-from ladderize.adapt.train.options import RetrainOptions
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.ranks.group import Ranks
@@ -96,11 +96,13 @@ class Ours:
     """`ladderize adapt`, step by step."""
 
     def __init__(self, loop: Loop) -> None:
-        self.loop, self.batches = loop, micro_batches(loop.rows, loop.options, loop.model, 0)
+        self.loop, self.batches = loop, micro_batches(loop.rows, loop.pace, loop.model, 0)
 
     @staticmethod
-    def options(args: argparse.Namespace, rows: int) -> RetrainOptions:
-        return RetrainOptions(
+    def options(model: Path, args: argparse.Namespace, rows: int) -> AdaptOptions:
+        return AdaptOptions(
+            model=str(model),
+            out=str(model.with_name("out")),
             data=("rows.npy",),
             train="all",
             seq_len=args.seq_len,
@@ -224,7 +226,7 @@ def measure(layout: str, folder: Path, args: argparse.Namespace) -> dict:
         variants = {}
         for key, (rows, count) in given.items():
             work = folder / f"{layout}-{'-'.join(key)}"
-            opened = open_loop(folder / layout, Ours.options(args, count), rows, work)
+            opened = open_loop(Ours.options(folder / layout, args, count), rows, work)
             variants[key] = Ours(stack.enter_context(opened)[1])
         for kind, rows, count in (("full", full, args.rows), ("chat", alone, many)):
             variants[kind, "Trainer"] = Theirs(folder / layout, examples_of(rows, 1024), folder, args, rows=count)

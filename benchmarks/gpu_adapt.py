@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from gpu_spd import random_checkpoint
 
+from ladderize.adapt.options import AdaptOptions
 from ladderize.adapt.train.loop import Loop, micro_batches
 from ladderize.adapt.train.memory import estimate
-from ladderize.adapt.train.options import RetrainOptions
 from ladderize.adapt.train.run import make_model, open_accelerator, reset_accelerate
 from ladderize.adapt.train.states import TrainingFolder
 from ladderize.adapt.train.task import Launch, Task, open_task
@@ -68,26 +68,27 @@ def packed_rows(count: int, tokens: int, vocab: int) -> Rows:
     return found
 
 
-def options_for(folder: Path, device: str, **more: Any) -> RetrainOptions:
+def options_for(folder: Path, model: str, device: str, **more: Any) -> AdaptOptions:
     given = {"distill_weight": 0.5, "warmup_steps": 0, "max_steps": 1000} | more
-    return RetrainOptions(data=("rows.npy",), distill_from=str(folder / "dense"), device=device, **given)
+    paths = {"model": str(folder / model), "out": str(folder / "out"), "distill_from": str(folder / "dense")}
+    return AdaptOptions(data=("rows.npy",), device=device, **paths, **given)
 
 
 @contextmanager
-def open_loop(model: Path, options: RetrainOptions, rows: Any, work: Path) -> Iterator[tuple[Task, Loop]]:
+def open_loop(options: AdaptOptions, rows: Any, work: Path) -> Iterator[tuple[Task, Loop]]:
     """Yield the training of a model on rows, before its first step, as ``adapt`` makes it on one process."""
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
-    task = open_task(str(model), options, Launch())
+    task = open_task(options, Launch())
     reset_accelerate()
-    accelerator = open_accelerator(options.device, "bf16" if task.compute == torch.bfloat16 else None)
+    accelerator = open_accelerator(options, "bf16" if task.compute == torch.bfloat16 else None)
     trained = make_model(task, accelerator, Ranks(0, 1, device), SILENT)
     with TrainingFolder(work, {}) as folder:
-        yield task, Loop(trained, rows, list(rows[:2]), task.options, folder, SILENT, task.stored)
+        yield task, Loop(trained, rows, list(rows[:2]), task.pace, folder, SILENT, task.stored)
     reset_accelerate()
 
 
 def losses(loop: Loop, count: int, first: int = 0) -> list[float]:
-    batches = micro_batches(loop.rows, loop.options, loop.model, first * loop.options.batch_size)
+    batches = micro_batches(loop.rows, loop.pace, loop.model, first * loop.pace.batch_size)
     return [loop.step(batches, 0.0)["loss"] for _ in range(count)]
 
 
@@ -101,12 +102,12 @@ def agrees(folder: Path, device: str) -> dict[str, float]:
         found = []
         for where in ("cpu", device):
             more = {"method": method, "batch_size": 8, "micro_batch_size": 4, "seq_len": 128, "dtype": "float32"}
-            options, work = options_for(folder, where, lr=1e-3, **more), folder / f"{method}-{len(found)}"
-            with open_loop(folder / "ladder", options, rows, work) as (_, loop):
+            options, work = options_for(folder, "ladder", where, lr=1e-3, **more), folder / f"{method}-{len(found)}"
+            with open_loop(options, rows, work) as (_, loop):
                 first = losses(loop, 3)
                 loop.folder.save(loop.progress, loop.model)
                 found.append([*first, *losses(loop, 3, first=3)])
-        with open_loop(folder / "ladder", options, rows, work) as (_, loop):
+        with open_loop(options, rows, work) as (_, loop):
             loop.progress = loop.folder.load(3, loop.model)
             resumed = losses(loop, 3, first=3)
         worst[method] = max(abs(a / b - 1) for a, b in zip(*found, strict=True))
@@ -117,13 +118,13 @@ def agrees(folder: Path, device: str) -> dict[str, float]:
 def measure(folder: Path, model: str, rows: Rows, device: str, steps: int, **more: Any) -> dict[str, Any]:
     """Return tokens per second (median of steps, two of warm-up not counted) and memory of one configuration."""
     seq_len = len(rows[0]["input_ids"])
-    options = options_for(folder, device, seq_len=seq_len, batch_size=4, micro_batch_size=2, lr=1e-5, **more)
+    options = options_for(folder, model, device, seq_len=seq_len, batch_size=4, micro_batch_size=2, lr=1e-5, **more)
     gc.collect()  # the last model is part of cycles, and its memory would count as this one's
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with tempfile.TemporaryDirectory() as work, open_loop(folder / model, options, rows, Path(work)) as (task, loop):
-        batches = micro_batches(rows, task.options, loop.model, 0)
+    with tempfile.TemporaryDirectory() as work, open_loop(options, rows, Path(work)) as (task, loop):
+        batches = micro_batches(rows, task.pace, loop.model, 0)
         samples = [loop.step(batches, 0.0)["tokens_per_s"] for _ in range(steps + 2)][2:]
         begin = time.perf_counter()
         loop.folder.save(loop.progress, loop.model)

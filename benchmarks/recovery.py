@@ -177,7 +177,8 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
 
     from ladderize.adapt.layers.options import PAPERS_LR, PAPERS_WIDTH, BlockwiseOptions
     from ladderize.adapt.layers.rewrite import adapt_layers
-    from ladderize.adapt.train.options import FULL_LR, WIDTH, RetrainOptions
+    from ladderize.adapt.options import AdaptOptions
+    from ladderize.adapt.train.pace import FULL_LR, WIDTH
     from ladderize.adapt.train.run import adapt_checkpoint
     from ladderize.checkpoint.opening import open_checkpoint
 
@@ -197,7 +198,10 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
         )
         adapt_layers(source, out, bench.model, windows, verify=False)
         return out
-    options = RetrainOptions(
+    options = AdaptOptions(
+        model=str(source),
+        out=str(out),
+        verify=False,
         data=(str(bench.train),),
         distill_from=None if recipe == "ce" else str(bench.model),
         max_tokens=cell.tokens,
@@ -210,7 +214,7 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
         dtype="float32",
         write="last",
     )
-    adapt_checkpoint(source, out, options, verify=False)
+    adapt_checkpoint(options)
     return out
 
 

@@ -10,8 +10,9 @@ from ladderize.adapt.layers.options import SpdOptions as SpdOptions
 from ladderize.adapt.layers.rewrite import adapt_layers as adapt_layers
 from ladderize.adapt.layers.sensitivity import write_sensitivity as write_sensitivity
 from ladderize.adapt.layers.spd import spd as spd
+from ladderize.adapt.options import AdaptOptions as AdaptOptions
+from ladderize.adapt.options import MergeOptions as MergeOptions
 from ladderize.adapt.train.merge import merge as merge
-from ladderize.adapt.train.options import RetrainOptions as RetrainOptions
 from ladderize.adapt.train.outcome import Adaptation as Adaptation
 from ladderize.adapt.train.run import adapt_checkpoint as adapt_checkpoint
 from ladderize.console import SILENT as SILENT

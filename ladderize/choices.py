@@ -46,7 +46,6 @@ class Option:
     # its names; empty: the field's. A switch with a name that begins with --no- sets its field to False
     flags: str = ""
     needs: str = ""  # the field of the same dataclass without which it has no effect
-    kind: Any = None  # its type on the command line, where that is not the field's
     parse: Callable[[str], Any] | None = None  # makes the value of the text, where the field's type does not say how
     positional: bool = False
     decides: bool = True  # False: the result is the same whatever it is
@@ -262,9 +261,8 @@ def distinct_names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(split_names(text)))
 
 
-AS_JSON = Option("Print one JSON document on stdout and nothing else.", panel=OUTPUT, flags="--json", decides=False)
 REVISION = Option("Branch, tag or commit of a model from the hub.", panel=MODELS)
-DEVICE = Option("Where to compute.", panel=MEMORY, kind=DeviceName, shown="cuda if there is one")
+DEVICE = Option("Where to compute.", panel=MEMORY, shown="cuda if there is one")
 THREADS = Option("CPU threads of each process.", panel=MEMORY, min=1, shown="cores / processes")
 DTYPE = Option("float32, bfloat16, float16, or auto: as stored.", "DTYPE", MEMORY)
 BACKEND = Option("How ranks communicate.", panel=MEMORY)

@@ -19,13 +19,12 @@ from ladderize.commands import (
     generate,
     inspect,
     merge,
-    parser,
     plan,
     report,
     sensitivity,
     spd,
 )
-from ladderize.commands.builder import BadCommandLine, add, usage_message
+from ladderize.commands.parser import BadCommandLine, add
 from ladderize.console import is_text
 from ladderize.demo.command import demo
 from ladderize.errors import UsageError
@@ -70,12 +69,9 @@ def main() -> None:
 
 
 def _command_line_error(error: Any) -> str:
-    """Return the error in the command line, or in the file of --config, and the command that shows help."""
+    """Return the error in the command line, and the command that shows help."""
     context = error.ctx
-    message = usage_message(error)
-    parameter = getattr(error, "param", None)
-    if parameter is not None and context is not None and parameter.name in (context.default_map or {}):
-        message = f"--config {context.params['config']}: {message}"
+    message = str(error.format_message()).replace("Value error, ", "").rstrip(".")
     return f"{message} (see {context.command_path if context is not None else 'ladderize'} -h)"
 
 
@@ -95,18 +91,18 @@ def root(
 
 
 CONVERT, RECOVER, MEASURE = "Convert", "Recover accuracy", "Measure and run"
-parser.add(app, CONVERT, plan.plan, config=True)
-parser.add(app, CONVERT, convert.convert)
-parser.add(app, CONVERT, inspect.inspect)
-parser.add(app, CONVERT, sensitivity.sensitivity, config=True)
-parser.add(app, RECOVER, spd.spd, config=True)
-add(app, RECOVER, adapt.adapt)
+add(app, CONVERT, plan.plan, config=True)
+add(app, CONVERT, convert.convert)
+add(app, CONVERT, inspect.inspect)
+add(app, CONVERT, sensitivity.sensitivity, config=True)
+add(app, RECOVER, spd.spd, config=True)
+add(app, RECOVER, adapt.adapt, config=True)
 add(app, RECOVER, merge.merge)
-parser.add(app, MEASURE, evaluate.evaluate, "eval", config=True)
-parser.add(app, MEASURE, compare.compare)
-parser.add(app, MEASURE, bench.bench, config=True)
-parser.add(app, MEASURE, calibrate.calibrate, config=True)
-parser.add(app, MEASURE, report.report)
+add(app, MEASURE, evaluate.evaluate, "eval", config=True)
+add(app, MEASURE, compare.compare)
+add(app, MEASURE, bench.bench, config=True)
+add(app, MEASURE, calibrate.calibrate, config=True)
+add(app, MEASURE, report.report)
 add(app, MEASURE, generate.generate)
-parser.add(app, MEASURE, sweep)
-parser.add(app, MEASURE, demo)
+add(app, MEASURE, sweep)
+add(app, MEASURE, demo)

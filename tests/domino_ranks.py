@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from ladderize.adapt.train.options import Objective
+from ladderize.adapt.options import Objective
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.layout import Layout
 from ladderize.runtime import kv_cache

@@ -10,10 +10,10 @@ from unittest import mock
 
 import yaml
 
-from ladderize.commands.builder import run_words
+from ladderize.console import SILENT, Console
 from ladderize.sweep import run
-from ladderize.sweep.plan import Planner
-from ladderize.sweep.stages import COMMANDS, Stage
+from ladderize.sweep.run import SweepRun
+from ladderize.sweep.stages import Stage
 from ladderize.sweep.sweep_file import read_sweep
 from tests import warm
 from tests.helpers import invoke
@@ -69,8 +69,8 @@ def stages_here() -> Iterator[None]:
         before = Path.cwd()
         os.chdir(root)
         try:
-            for words in stage.commands:
-                run_words(COMMANDS[words[0]], words)
+            for step in stage.steps:
+                step.run(step.options, Console())
         finally:
             os.chdir(before)
 
@@ -94,13 +94,9 @@ def set_gpus(monkeypatch, *names: str) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(names))
 
 
-def planner(folder: Path, content) -> Planner:
+def plan_of(folder: Path, content) -> SweepRun:
     asked = read_sweep(write(folder / "s.yaml", content))
-    return Planner(asked, folder / "out")
-
-
-def plan_of(folder: Path, content, status=lambda stage: "waiting"):
-    return planner(folder, content).plan(status)
+    return SweepRun(asked, folder / "out", SILENT)
 
 
 def read(folder: Path) -> dict:

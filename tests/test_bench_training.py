@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -162,6 +163,8 @@ def test_memory_is_weights_and_gradients(shape):
     models = {"random_weights": str(shape), "layout": "dense,ladder,spd", "sync_tp_size": 4, "dtype": "float32"}
     options = BenchOptions(**models, train=True, emulate_tp=2, link="1,1", prompt_len=6)
     needed = needed_bytes(plan_bench(options).specs, options, ALONE.device)
+    stored = plan_bench(replace(options, dtype="bfloat16"))
+    assert stored.longest_message >= 4 * 6 * SHAPE["hidden_size"]  # the check computes in float32
     # dense and ladder share theirs; spd's virtual ranks are pieces of their own; and gradients of one of them
     whole = 4 * sum(torch.Size(size).numel() for size in expected_tensors(SHAPE).values())
     assert 1.5 * whole < needed < 1.8 * whole

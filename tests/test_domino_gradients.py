@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ladderize.adapt.data.packing import IGNORED_TARGET, PADDING_TARGET
-from ladderize.adapt.train.options import Objective
+from ladderize.adapt.options import Objective
 from ladderize.adapt.train.student import make_student, make_teacher, open_model, trained_tensors
 from ladderize.adapt.train.training_model import file_name
 from ladderize.checkpoint.opening import read_checkpoint

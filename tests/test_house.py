@@ -1,10 +1,8 @@
 """The rules of the house: who may import whom, no import-time work, what the runtime does not need."""
 
 import ast
-import dataclasses
 import functools
 import graphlib
-import importlib
 import re
 import subprocess
 import sys
@@ -13,8 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-import ladderize
-from ladderize.choices import described, parameter_name
 from ladderize.families.registry import BY_TYPE
 from tests import warm
 from tests.helpers import ROOT
@@ -144,33 +140,6 @@ def test_no_module_and_no_room_imports_itself_in_a_circle():
         graphlib.TopologicalSorter(each).prepare()  # an error names a circle
 
 
-# ---- one meaning for a name ----
-
-
-def public_names(path: Path) -> set[str]:
-    """Functions, classes and constants at module level, without leading underscore; imports are none."""
-    names = set()
-    for node in tree_of(path).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
-    return {name for name in names if not name.startswith("_")}
-
-
-def test_a_public_name_means_one_thing():
-    """Outside the files that are copied into checkpoints and those that lm-eval reads."""
-    places: dict[str, list[str]] = {}
-    for path in sources():
-        if "remote_code" in path.parts or path.is_relative_to(PACKAGE / "demo" / "tasks"):
-            continue
-        commands = set(ladderize.__all__) if path.is_relative_to(PACKAGE / "commands") else set()
-        for name in public_names(path) - commands:  # a command is called as the function that it calls
-            places.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
-
-
 # ---- one description of a family ----
 
 
@@ -188,21 +157,6 @@ def test_only_the_families_say_what_a_family_is():
             if words & names:
                 problems.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert problems == []
-
-
-# ---- one description of an option ----
-
-
-@pytest.mark.parametrize("path", sorted((PACKAGE / "commands").glob("*.py")), ids=lambda path: path.stem)
-def test_every_option_is_described_once(path):
-    """A dataclass beside a command describes what those that it imports do not."""
-    found = vars(importlib.import_module(f"ladderize.commands.{path.stem}"))
-    kinds = [kind for kind in found.values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
-    names = {kind: {parameter_name(field) for field in described(kind)} for kind in kinds}
-    for kind in kinds:
-        if kind.__module__ == f"ladderize.commands.{path.stem}":
-            others = set().union(*(names[other] for other in kinds if other is not kind))
-            assert not names[kind] & others, kind
 
 
 # ---- what starts without what ----
@@ -256,6 +210,36 @@ def test_the_runtime_needs_neither_lm_eval_nor_datasets(tmp_path):
 # ---- words ----
 
 UNFINISHED = re.compile(r"(What|Of|Whether|The same|That)\b")
+# a variable is called by what it is
+NO_NAMES = {
+    *("one", "own", "part", "parts", "place", "found", "known", "told", "words", "how", "what", "given", "beside"),
+    "able",
+}
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def names_bound_in(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    return node.arg if isinstance(node, ast.arg) else None
+
+
+def nests(node: ast.AST, kinds: type | tuple[type, ...]) -> bool:
+    """Return True for a node of these kinds with another inside."""
+    return isinstance(node, kinds) and any(isinstance(other, kinds) for other in ast.walk(node) if other is not node)
+
+
+def test_a_variable_is_called_by_what_it_is_and_a_statement_has_one_idea():
+    problems = []
+    for path in sources():
+        for node in ast.walk(tree_of(path)):
+            is_named = names_bound_in(node) in NO_NAMES
+            has_walrus = isinstance(node, ast.BoolOp) and any(
+                isinstance(other, ast.NamedExpr) for other in ast.walk(node)
+            )
+            if is_named or has_walrus or nests(node, COMPREHENSIONS) or nests(node, ast.IfExp):
+                problems.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert problems == []
 
 
 def test_the_mistakes_of_the_mutations_can_be_made():

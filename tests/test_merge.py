@@ -13,7 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file, save_file
 
 import ladderize
-from ladderize.adapt.lora import LORA_TARGETS, adapter_base, add_adapters, lora_config, write_adapter
+from ladderize.adapt.lora import LORA_TARGETS, AdapterBase, add_adapters, lora_config, write_adapter
+from ladderize.adapt.options import MergeOptions
 from ladderize.adapt.train.merge import merge
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import to_json
@@ -51,7 +52,7 @@ def adapt(base, out, config=None, *, layers=(1, 3), scale=0.2, **kwargs):
             if parameter.requires_grad:
                 parameter.add_(scale * torch.randn_like(parameter))
     tensors = get_peft_model_state_dict(model)
-    belongs = adapter_base(checkpoint, str(base))
+    belongs = AdapterBase.of(checkpoint, str(base))
     write_adapter(out, config, tensors, belongs, {"adaptation.json": document(belongs)}, **kwargs)
     return {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
 
@@ -201,7 +202,7 @@ def test_whatever_peft_merges(kind, is_tied, tmp_path):
     base, adapter, out = (tmp_path / name for name in ("base", "adapter", "out"))
     save_base(base, layout, shard_size="40KB", tie_word_embeddings=is_tied)
     foreign(base, adapter, **KINDS[kind])
-    report = merge(adapter, out, verify=False)
+    report = merge(MergeOptions(str(adapter), str(out), verify=False))
     check_same(base, adapter, out)
     if not is_tied:
         merged = PeftModel.from_pretrained(ladderize.load(base), adapter).merge_and_unload().state_dict()
@@ -266,7 +267,7 @@ def test_added_tokens(kind, is_tied, tmp_path):
         resized.resize_token_embeddings(99)
         resized.save_pretrained(tmp_path / "resized")
         base = tmp_path / "resized"
-        merge(adapter, out, base=str(base), verify=False)
+        merge(MergeOptions(str(adapter), str(out), str(base), verify=False))
         check_same(base, adapter, out)
         return
     invoke_well("merge", adapter, out)
@@ -281,14 +282,15 @@ def test_added_tokens(kind, is_tied, tmp_path):
 MEMORY = """
 import sys, torch, json
 from pathlib import Path
+from ladderize.adapt.options import MergeOptions
 from ladderize.adapt.train.merge import merge
 from ladderize.memory import resident
 small, large = map(Path, sys.argv[1:])
 torch.set_num_threads(1)
-merge(small / "adapter", small / "out", base=str(small / "base"), verify=False)
+merge(MergeOptions(*(str(small / name) for name in ("adapter", "out", "base")), verify=False))
 Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
 before = resident("VmRSS")
-merge(large / "adapter", large / "out", base=str(large / "base"), verify=False)
+merge(MergeOptions(*(str(large / name) for name in ("adapter", "out", "base")), verify=False))
 print(resident("VmHWM") - before)
 """
 
@@ -396,7 +398,7 @@ def test_a_damaged_adapter(pair, tmp_path, name):
     damage, message = DAMAGE[name]
     damage(pair[1])
     with pytest.raises(UserError, match=message) as caught:
-        merge(pair[1], tmp_path / "out", verify=False)
+        merge(MergeOptions(str(pair[1]), str(tmp_path / "out"), verify=False))
     assert "\n" not in str(caught.value)
     assert {*listing(tmp_path)} <= {"adapter", "base"}
 

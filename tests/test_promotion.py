@@ -9,7 +9,7 @@ from ladderize.eval.results import EvaluatedModel, ModelResult
 from ladderize.eval.table import mean_accuracy
 from ladderize.layout import Layout
 from ladderize.sweep import run
-from ladderize.sweep.plan import Entrant, promoted, ranking
+from ladderize.sweep.promotion import Entrant, promoted, ranking
 from tests.helpers import fresh_rng, invoke, invoke_well
 from tests.sweeps import plan_of, ran, read, spec, stages_here, sweep, write
 
@@ -197,4 +197,4 @@ def test_two_rounds(place, played):
 def test_two_entries_of_one_layout_take_one_place(place, tmp_path):
     layouts = [*LAYOUTS, {"name": "again", "ladder": "0:4"}]
     plan = plan_of(tmp_path, tournament(place, layouts=layouts, bench=None))
-    assert len([point for point in plan.points if point.hold is not None]) == 3
+    assert len(plan.unplanned()) == 3

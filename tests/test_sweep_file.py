@@ -41,11 +41,11 @@ def test_lists_are_a_grid(place):
     read = sweep_spec(spec(place, layouts=layouts, adapt=["none", adapt], bench=bench), "s.yaml")
     recipes = [(one.recipe.ladder, one.recipe.spd) for one in read.layouts]
     assert recipes == list(itertools.product(["0:2", "2:"], "012"))
-    assert [[stage.method for stage in one.stages] for one in read.adapt] == [[]] + [["full"]] * 4
-    given = [stage.options for one in read.adapt for stage in one.stages]
-    assert {(one["max_tokens"], one["lr"]) for one in given} == {*itertools.product(["1k", 2000], [0.1, 0.2])}
-    assert all(len(one["data"]) == 2 for one in given)
-    assert {one["teacher_cache"] for one in given} == {str(Path.cwd() / "answers")}
+    assert [[stage.options.method for stage in way.stages] for way in read.adapt] == [[]] + [["full"]] * 4
+    options = [stage.options for way in read.adapt for stage in way.stages]
+    assert {(each.max_tokens, each.lr) for each in options} == {*itertools.product([1000, 2000], [0.1, 0.2])}
+    assert all(len(each.data) == 2 for each in options)
+    assert {each.teacher_cache for each in options} == {str(Path.cwd() / "answers")}
     assert [one.options.prompt_len for one in read.bench] == [4, 8, 4]
     assert [one.options.batch_sizes for one in read.bench] == [(1, 2), (1, 2), (1,)]
 
@@ -67,12 +67,12 @@ def test_the_forms_of_a_chain(place):
     read = sweep_spec(spec(place, adapt=forms, data="x.npy"), "s.yaml")
     none, align, *chains, alone = read.adapt
     assert none.stages == ()
-    assert [stage.method for stage in align.stages] == ["align"]
-    assert [(one.method, one.options) for one in alone.stages] == [(one.method, one.options) for one in align.stages]
+    assert [stage.options.method for stage in align.stages] == ["align"]
+    assert [stage.options for stage in alone.stages] == [stage.options for stage in align.stages]
     assert [one.layouts for one in chains] == [(), (), ("half",), ("half",)]
-    assert [[stage.method for stage in one.stages] for one in chains] == [["align", "full"]] * 4
-    assert [one.stages[1].options["max_tokens"] for one in chains] == ["1k", "2k"] * 2
-    assert {stage.options["data"].rpartition("/")[2] for one in chains for stage in one.stages} == {"x.npy"}
+    assert [[stage.options.method for stage in way.stages] for way in chains] == [["align", "full"]] * 4
+    assert [way.stages[1].options.max_tokens for way in chains] == [1000, 2000] * 2
+    assert {Path(name).name for way in chains for stage in way.stages for name in stage.options.data} == {"x.npy"}
 
 
 # ---- the plan ----
@@ -126,7 +126,7 @@ def test_names_are_short_and_have_what_differs(place, tmp_path, case):
     ways, names = NAMES[case]
     layouts = [{"name": "all", "ladder": "all"}, {"name": "half", "ladder": "0"}]
     content = spec(place, layouts=layouts, adapt=ways, data=str(place / "ids.npy"), bench=None)
-    points = [point.name for point in plan_of(tmp_path, content).points]
+    points = [point.name for point in plan_of(tmp_path, content).points()]
     assert len(points) == len({*points})
     assert [name.removeprefix("all") for name in points if name.startswith("all")] == names
 

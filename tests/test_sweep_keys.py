@@ -14,7 +14,7 @@ import pytest
 from ladderize.demo.inputs import MODEL
 from ladderize.sweep import run
 from tests.helpers import ROOT, SHAPE, invoke, invoke_json, invoke_well, refusal, save_llama
-from tests.sweeps import FAST, plan_of, planner, ran, read, rerun, set_gpus, spec, stages_here, stages_of, sweep, write
+from tests.sweeps import FAST, plan_of, ran, read, rerun, set_gpus, spec, stages_here, stages_of, sweep, write
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,7 +25,7 @@ def _stages_here():
 
 def keys(folder, content):
     """The kind of each stage that is planned, by the key under which its output is kept."""
-    return {stage.key: stage.kind for stage in plan_of(folder, content).stages}
+    return {stage.key: stage.kind for stage in plan_of(folder, content).stages()}
 
 
 def test_a_change_reruns_what_depends_on_it_and_nothing_else(place, tmp_path):
@@ -165,7 +165,7 @@ def test_how_a_stage_starts_is_no_part_of_it(place, tmp_path, monkeypatch):
         full = {"method": "full", "data": str(place / "ids.npy"), "max_tokens": "1k", "batch_size": 6, **more}
         adapt = {key: value for key, value in full.items() if value is not None}
         content = spec(place, layouts=[{"ladder": "0"}], adapt=[adapt], bench=None)
-        (stage,) = plan_of(tmp_path, content).points[1].adapting
+        (stage,) = plan_of(tmp_path, content).points()[1].adapting
         words = shlex.split(stage.command)
         before, line = words[: words.index("adapt")], words[words.index("adapt") :]
         number = int(before[before.index("--nproc-per-node") + 1]) if before[0] != "ladderize" else 1
@@ -190,8 +190,8 @@ def test_layouts_with_and_without_an_assignment(place, tmp_path):
     entry = {"spd": "all", "sync_tp_size": 2, "assign": ["none", "neurons", "heads,neurons"]}
     content = spec(place, bench=None, adapt=None, data=str(data), layouts=[entry])
     plan, assigned = plan_of(tmp_path, content), ["", ", neurons assigned", ", heads and neurons assigned"]
-    assert [point.name for point in plan.points[1:]] == [f"spd 0:4 (sync_tp_size 2){words}" for words in assigned]
-    commands = [stage.command for stage in plan.stages if stage.kind == "convert"]
+    assert [point.name for point in plan.points()[1:]] == [f"spd 0:4 (sync_tp_size 2){words}" for words in assigned]
+    commands = [stage.command for stage in plan.stages() if stage.kind == "convert"]
     assert [str(data) in words for words in commands] == [False, True, True]
     before = keys(tmp_path, content)
     np.save(data, np.load(place / "heldout.npy"))
@@ -203,7 +203,7 @@ def test_a_layout_of_a_recipe(place, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("ladder: '1:3'")
     content = spec(place, layouts=[{"recipe": str(recipe)}], adapt=None, bench=None)
-    (named,) = planner(tmp_path, content).layouts
+    (named,) = plan_of(tmp_path, content).plan.layouts
     assert named.label == "ladder 1:3"
     before = keys(tmp_path, content)
     recipe.write_text("ladder: '1:3'\ndtype: bfloat16")
@@ -217,7 +217,7 @@ def test_a_link_of_a_file(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     emulated = {**FAST, "emulate_tp": 2, "link": ["card.yaml", "50,10"]}
     content = spec(place, layouts=[{"ladder": "all"}], adapt=None, bench=[emulated])
-    before = {stage.key: stage for stage in plan_of(tmp_path, content).benches}
+    before = {stage.key: stage for stage in plan_of(tmp_path, content).benches()}
     assert [str(tmp_path / "card.yaml") in stage.command for stage in before.values()] == [True, False]
     (tmp_path / "card.yaml").write_text(card + "\n# measured again\n")
-    assert [stage.key in before for stage in plan_of(tmp_path, content).benches] == [False, True]
+    assert [stage.key in before for stage in plan_of(tmp_path, content).benches()] == [False, True]

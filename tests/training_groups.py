@@ -2,13 +2,13 @@
 
 import contextlib
 import math
+from pathlib import Path
 from unittest import mock
 
 import torch
 
 from ladderize.adapt.train import tensor_parallel
 from ladderize.adapt.train.run import retrain
-from ladderize.adapt.train.task import RetrainJob
 from ladderize.console import SILENT
 from ladderize.errors import UserError
 from tests.groups import Counting
@@ -19,21 +19,21 @@ class Killed(Exception):
 
 
 def retrain_all(group, runs):
-    """Each of ``runs`` (model, out, options, more) in turn; for each what every rank ended with: nothing, or a message.
+    """Each of ``runs`` (options, more) in turn; for each what every rank ended with: nothing, or a message.
 
     more: ``kill_at`` (a step: the run ends after it was saved), ``nan_at`` (rank, step: this rank's weights go wrong
     when the step was saved).
     """
     results = []
-    for model, out, options, more in runs:
+    for options, more in runs:
         with contextlib.ExitStack() as patches:
             counted = []
             patches.enter_context(mock.patch.object(tensor_parallel, "choose", _counting(counted)))
             if more:
-                wrong = failing(tensor_parallel.TensorParallelTraining, group.rank, out, **more)
+                wrong = failing(tensor_parallel.TensorParallelTraining, group.rank, Path(options.out), **more)
                 patches.enter_context(mock.patch.object(tensor_parallel.TensorParallelTraining, "losses", wrong))
             try:
-                retrain(group, RetrainJob(str(model), str(out), options, False, False), SILENT)
+                retrain(group, options, SILENT)
                 ended = None
             except (UserError, Killed) as error:
                 ended = f"{type(error).__name__}: {error}"

@@ -28,10 +28,7 @@ PEFT_PREFIX = "base_model.model."  # PEFT's prefix of the names of the model tha
 
 @dataclass(frozen=True)
 class AdapterBase(Record):
-    """The key ``base`` of an adapter's adaptation.json: the checkpoint that the adapter belongs to.
-
-    model: a folder or a hub id.
-    """
+    """The key ``base`` of an adapter's adaptation.json: the checkpoint that the adapter belongs to."""
 
     model: str
     fingerprint: str
@@ -40,12 +37,20 @@ class AdapterBase(Record):
     mlp_sync: list[str]
     sync_tp_size: int | None
 
+    @classmethod
+    def of(cls, base: Checkpoint, name: str) -> "AdapterBase":
+        """Return the description of a checkpoint, which others get by ``name``: a folder or a hub id."""
+        if Path(name).expanduser().is_dir():
+            name = str(Path(name).expanduser().resolve())  # the next command may start in another folder
+        layout = Layout.from_config(base.config)
+        return cls(name, fingerprint(base), str(layout), **layout.to_config())
+
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Return an adapter's adapter_config.json. Raises UserError where ``folder`` holds none."""
-    if not (path := folder / ADAPTER_CONFIG).is_file():
+    if not (folder / ADAPTER_CONFIG).is_file():
         raise UserError(f"{folder} is not the folder of a PEFT adapter; it holds no {ADAPTER_CONFIG}")
-    return read_json(path)
+    return read_json(folder / ADAPTER_CONFIG)
 
 
 def lora_config(
@@ -55,11 +60,7 @@ def lora_config(
     dropout: float = 0.0,
     targets: Sequence[str] = LORA_TARGETS,
 ) -> "LoraConfig":
-    """Return PEFT's configuration of LoRA on these layers of a model.
-
-    alpha: scales by alpha / rank; None: twice the rank.
-    targets: the projections.
-    """
+    """Return PEFT's configuration of LoRA on these layers of a model. alpha: by default twice the rank."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -91,14 +92,6 @@ def not_an_adapter(folder: Path) -> str | None:
     return None if is_whole and not (folder / "config.json").exists() else "is not an adapter, or a whole checkpoint"
 
 
-def adapter_base(base: Checkpoint, name: str) -> AdapterBase:
-    """Return the description of an adapter's base, which others get by ``name``: a folder or a hub id."""
-    if Path(name).expanduser().is_dir():
-        name = str(Path(name).expanduser().resolve())  # the next command may start in another folder
-    layout = Layout.from_config(base.config)
-    return AdapterBase(name, fingerprint(base), str(layout), **layout.to_config())
-
-
 def write_adapter(
     out: Path,
     config: "LoraConfig",
@@ -108,12 +101,8 @@ def write_adapter(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write the adapter folder ``out``, whole or not at all: PEFT's files and ``files``.
-
-    tensors: A [rank, in] and B [out, rank] of each projection, by PEFT's names in files.
-    files: name -> text; among them adaptation.json.
-    Raises UserError where it cannot be written.
-    """
+    """Write the adapter folder ``out``, whole or not at all: PEFT's files and ``files`` (name -> text).
+    tensors: A [rank, in] and B [out, rank] of each projection, by PEFT's names in files."""
     config = copy.deepcopy(config)
     config.base_model_name_or_path, config.inference_mode = base.model, True
     config.target_modules = sorted(config.target_modules or ())  # a set has another order in each run

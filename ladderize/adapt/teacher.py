@@ -5,6 +5,7 @@ The teacher is the model that the student was converted from, or, for a dense st
 
 import math
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -21,14 +22,19 @@ RELATED = 0.5  # fine-tuning changes weights by a few percent of their size; ano
 
 def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> None:
     """Raise UserError unless the teacher is a dense model of the student's shape and function."""
-    layout = Layout.from_config(teacher.config)
-    ours, theirs = (
-        {"shapes": expected_tensors(each.config), **dense_function(each.config)} for each in (student, teacher)
-    )
+    layout, ours, theirs = Layout.from_config(teacher.config), _function(student), _function(teacher)
     different = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
-    if different or not layout.is_dense:
-        what = f"differs from {model} in its {', '.join(different)}" if layout.is_dense else f"is not dense ({layout})"
-        raise UserError(f"--distill-from {teacher_name} {what}; name the model that {model} was converted from")
+    if not layout.is_dense:
+        problem = f"is not dense ({layout})"
+    elif different:
+        problem = f"differs from {model} in its {', '.join(different)}"
+    else:
+        return
+    raise UserError(f"--distill-from {teacher_name} {problem}; name the model that {model} was converted from")
+
+
+def _function(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {"shapes": expected_tensors(checkpoint.config), **dense_function(checkpoint.config)}
 
 
 def check_related(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> None:
@@ -41,7 +47,7 @@ def check_related(student: Checkpoint, teacher: Checkpoint, model: str, teacher_
     moved = assignment.neurons if assignment is not None else ()
     same = sorted(set(range(layout.num_layers)) - {*layout.converted_layers, *moved})
     for name in ["model.embed_tokens.weight", *(f"model.layers.{layer}.mlp.up_proj.weight" for layer in same[:1])]:
-        ours, theirs = (middle_rows(checkpoint, name) for checkpoint in (student, teacher))
+        ours, theirs = _middle_rows(student, name), _middle_rows(teacher, name)
         if float((ours - theirs).norm()) > RELATED * float(theirs.norm()):
             raise UserError(
                 f"--distill-from {teacher_name} has other weights than {model} (in {name}); name the model that it was"
@@ -49,24 +55,20 @@ def check_related(student: Checkpoint, teacher: Checkpoint, model: str, teacher_
             )
 
 
-def middle_rows(checkpoint: Checkpoint, name: str) -> Tensor:
-    """Return the middle rows of a tensor, float64 [rows, ...]."""
+def _middle_rows(checkpoint: Checkpoint, name: str) -> Tensor:
     info = checkpoint.tensors[name]
     first = max(0, info.shape[0] - ROWS) // 2
     return read_tensor(checkpoint.folder, info, dim=0, start=first, stop=min(info.shape[0], first + ROWS)).double()
 
 
 def check_improved(
-    criterion: str, before: float, after: float, *, work: Path, advice: str, what: str = "training"
+    criterion: str, before: float, after: float, *, work: Path, advice: str, method: str = "training"
 ) -> None:
     """Raise UserError unless the held-out ``criterion``, such as KL, is lower after training than before.
-
-    before, after: nats per token, after: with the weights that would be written.
-    advice: what else to try.
-    """
+    before, after: nats per token, after: with the weights that would be written. advice: what else to try."""
     if not after < before:
         raise UserError(
-            f"{what} never lowered the held-out {criterion} (before {before:.4g}, after {after:.4g}), so nothing is"
+            f"{method} never lowered the held-out {criterion} (before {before:.4g}, after {after:.4g}), so nothing is"
             f" written and {work} keeps the work; {advice}, or run the same command with --write last to write the"
             " weights as they are"
         )

@@ -11,10 +11,9 @@ from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.links import read_interconnect
 
 
-def bench(options: BenchOptions) -> None:
+def bench(options: BenchOptions, console: Console) -> None:
     """Time layouts and schedules against each other on ladderize's tensor-parallel runtime, and show what they wait
     for."""
-    console = Console(options.as_json)
     options.check_named()
     if options.out is not None:
         check_writable(options.out, inputs=[options.random_weights, options.link])

@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from ladderize.plan.calibrate import CalibrationDocument
 
 
-def calibrate(options: CalibrateOptions) -> None:
+def calibrate(options: CalibrateOptions, console: Console) -> None:
     """Measure a device and a link in a minute, for plan and for bench --emulate-tp."""
-    console = Console(options.as_json)
     check_writable(options.out, inputs=[options.hardware])
     with console.stage(LOADING):
         start_server(max(options.tp_sizes))

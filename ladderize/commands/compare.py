@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.choices import AS_JSON, MEASUREMENT, OUTPUT, argument, check_options, option
+from ladderize.choices import MEASUREMENT, OUTPUT, argument, check_options, option
 from ladderize.console import Console
 from ladderize.eval.options import MARGIN, check_margin
 from ladderize.files.documents import check_writable, write_json
@@ -16,14 +16,13 @@ class CompareOptions:
     )
     margin: float = option("Points that may be lost: 1 is 0.01 of acc.", MARGIN, panel=MEASUREMENT)
     out: Path | None = option("Write the comparison as JSON.", panel=OUTPUT, metavar="FILE")
-    as_json: bool = option(AS_JSON, False)
 
     def __post_init__(self) -> None:
         check_options(self)
         check_margin(self.margin)
 
 
-def compare(options: CompareOptions) -> None:
+def compare(options: CompareOptions, console: Console) -> None:
     """Compare evaluated models question by question: differences with intervals, flips, and what a margin shows.
 
     Works on stored files alone. Models that were not asked the same are refused.
@@ -33,7 +32,6 @@ def compare(options: CompareOptions) -> None:
 
     if options.out is not None:
         check_writable(options.out, inputs=options.files)
-    console = Console(options.as_json)
     comparisons = compare_files(options.files, options.margin)
     console.document(comparisons.to_dict())
     for number, document in enumerate(comparisons.comparisons):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from ladderize.adapt.layers.options import AssignOptions, assign_names, check_assign
 from ladderize.choices import (
-    AS_JSON,
     DEVICE,
     LAYOUT,
     NO_VERIFY,
@@ -54,17 +53,16 @@ class ConvertOptions(Recipe):
     dry_run: bool = option("Show what would be done and write nothing.", False, panel=OUTPUT, decides=False)
     overwrite: bool = option(OVERWRITE, False)
     verify: bool = option(NO_VERIFY, True)
-    as_json: bool = option(AS_JSON, False)
     revision: str | None = option(REVISION)
 
     def __post_init__(self) -> None:
+        asked = [field.name for field in fields(Recipe) if getattr(self, field.name) is not None]
+        if self.recipe is not None and asked:
+            raise UsageError(f"--recipe and {flag(asked[0])} cannot be combined; give one of them")
         super().__post_init__()
         check_assign(self.assign)
         if self.assign and self.assignment is not None:
             raise UsageError("--assign computes what --assignment reads from a file; give one of them")
-        asked = [field.name for field in fields(Recipe) if getattr(self, field.name) is not None]
-        if self.recipe is not None and asked:
-            raise UsageError(f"--recipe and {flag(asked[0])} cannot be combined; give one of them")
 
     @property
     def asked(self) -> Recipe:
@@ -74,13 +72,12 @@ class ConvertOptions(Recipe):
         return Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
 
 
-def convert(options: ConvertOptions) -> None:
+def convert(options: ConvertOptions, console: Console) -> None:
     """Convert a checkpoint to a layout of overlapped, delayed and dropped all-reduces.
 
     Weights keep their values, except with --dtype. --assign and --assignment change the order of heads and neurons,
     which changes nothing in a dense model. Layers that no option names stay as they are in SRC.
     """
-    console = Console(options.as_json)
     try:
         report = _converted(options, console)
     except RangeSyntaxError as error:

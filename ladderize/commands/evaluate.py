@@ -5,10 +5,9 @@ from ladderize.console import Console
 from ladderize.eval.options import EvalOptions, check_task_names
 
 
-def evaluate(options: EvalOptions) -> None:
+def evaluate(options: EvalOptions, console: Console) -> None:
     """Evaluate models with lm-eval tasks and by perplexity, all in the same way, and compare them with the first."""
     check_task_names(options)  # before anything is imported
-    console = Console(options.as_json)
     with loading(options, console):
         from ladderize.eval.run import evaluate as evaluate_models
         from ladderize.eval.table import prediction_words, result_rows, show_comparison

@@ -6,9 +6,8 @@ from ladderize.files.records import Record
 from ladderize.runtime.sampling import GenerateOptions
 
 
-def generate(options: GenerateOptions) -> None:
+def generate(options: GenerateOptions, console: Console) -> None:
     """Generate text, or training data: answers to instructions, or texts of the model's own."""
-    console = Console(options.as_json)
     with loading(options, console):
         start_server(options.tp_size)
         from ladderize.runtime.generate import generate as generate_texts

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ladderize.choices import AS_JSON, OUTPUT, REVISION, argument, check_options, option
+from ladderize.choices import OUTPUT, REVISION, argument, check_options, option
 from ladderize.console import Console
 
 
@@ -13,18 +13,16 @@ class InspectOptions:
         "TP size to count bytes for.", panel=OUTPUT, min=2, shown="the layout's sync_tp_size, else up to 8"
     )
     layers: bool = option("Print the table of all layers too.", False, panel=OUTPUT)
-    as_json: bool = option(AS_JSON, False)
     revision: str | None = option(REVISION)
 
     def __post_init__(self) -> None:
         check_options(self)
 
 
-def inspect(options: InspectOptions) -> None:
+def inspect(options: InspectOptions, console: Console) -> None:
     """Show a checkpoint's layout, and its sync points and bytes per token beside the dense model's."""
     from ladderize.convert.inspection import inspect_checkpoint
 
-    console = Console(options.as_json)
     report = inspect_checkpoint(options.model, revision=options.revision, tp_size=options.tp_size)
     console.document(report.to_dict())
     if report.refusal is not None:

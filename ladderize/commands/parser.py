@@ -8,15 +8,30 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from ladderize.choices import ADVANCED, OPTION, Option, described, field_values, flag, make_options, parameter_name
+from ladderize.choices import (
+    ADVANCED,
+    OPTION,
+    OUTPUT,
+    Option,
+    described,
+    field_values,
+    flag,
+    make_options,
+    parameter_name,
+)
+from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.files.parsing import read_yaml
 
+# typer's error for a bad command line, whose module differs between versions
+BadCommandLine: Any = typer.BadParameter.__base__
+Command = Callable[[Any, Console], None]  # options, and what prints
 METAVARS = {int: "N", float: "X", bool: ""}
 CONFIG = Option("Read options from this YAML file. The command line wins over it.", "FILE", ADVANCED)
+AS_JSON = Option("Print one JSON document on stdout and nothing else.", panel=OUTPUT, flags="--json")
 
 
-def add(app: typer.Typer, panel: str, function: Callable[[Any], None], name: str = "", *, config: bool = False) -> None:
+def add(app: typer.Typer, panel: str, function: Command, name: str = "", *, config: bool = False) -> None:
     """Add a function of options to the command line, under a title of the help.
 
     config: with an option --config.
@@ -24,18 +39,19 @@ def add(app: typer.Typer, panel: str, function: Callable[[Any], None], name: str
     app.command(name or None, rich_help_panel=panel)(typed(function, config))
 
 
-def typed(function: Callable[[Any], None], has_config: bool) -> Callable[..., None]:
+def typed(function: Command, has_config: bool) -> Callable[..., None]:
     """Return a function with typer's parameters, which calls this function with the options that they give."""
     kind = get_type_hints(function)["options"]
     hints = get_type_hints(kind)
 
-    def run(context: typer.Context, config: Path | None = None, **values: Any) -> None:
+    def run(context: typer.Context, json: bool, config: Path | None = None, **values: Any) -> None:
         line = {name: value for name, value in values.items() if is_typed(context, name)}
         from_file = {} if config is None else read_config(kind, config)
-        function(make_options(kind, {**from_file, **field_values(kind, line)}))
+        function(make_options(kind, {**from_file, **field_values(kind, line)}), Console(json))
 
     parameters = [Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     parameters += [_parameter(field, hints[field.name]) for field in described(kind)]
+    parameters.append(_parameter_of("json", AS_JSON, bool, False))
     if has_config:
         parameters.append(_parameter_of("config", CONFIG, Path | None, None))
     run.__name__, run.__doc__ = function.__name__, function.__doc__
@@ -65,8 +81,6 @@ def _parameter(field: Field, hint: Any) -> Parameter:
     default = field.default
     if description.parse is not None:
         hint = str
-    elif description.kind is not None:
-        hint = description.kind
     elif get_origin(hint) is tuple:
         hint = list[get_args(hint)[0]]  # type: ignore[misc]
     if hint is bool:

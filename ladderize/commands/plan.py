@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from ladderize.plan.run import PlanResult
 
 
-def plan(options: PlanOptions) -> None:
+def plan(options: PlanOptions, console: Console) -> None:
     """Predict how fast layouts are on hardware that need not be there, and choose one."""
-    console = Console(options.as_json)
     from ladderize.plan.show import show_plan
 
     if options.verify is not None:

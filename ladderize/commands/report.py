@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.choices import AS_JSON, MEASUREMENT, OUTPUT, argument, check_options, option
+from ladderize.choices import MEASUREMENT, OUTPUT, argument, check_options, option
 from ladderize.console import Console
 
 
@@ -20,7 +20,6 @@ class ReportOptions:
         panel=OUTPUT,
         metavar="FILE",
     )
-    as_json: bool = option(AS_JSON, False)
     margin: float | None = option(
         "How much accuracy may be lost, in points.", panel=MEASUREMENT, metavar="POINTS", shown="the sweep's, else 1"
     )
@@ -29,9 +28,8 @@ class ReportOptions:
         check_options(self)
 
 
-def report(options: ReportOptions) -> None:
+def report(options: ReportOptions, console: Console) -> None:
     """Show accuracy against speed on one page: an HTML file that needs no network."""
-    console = Console(options.as_json)
     from ladderize.report.page import write_report
 
     summary = write_report(

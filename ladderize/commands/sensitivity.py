@@ -9,9 +9,8 @@ from ladderize.convert.sensitivity_file import cheapest_half, cost_rows, summary
 from ladderize.files.regular import resolved
 
 
-def sensitivity(options: SensitivityOptions) -> None:
+def sensitivity(options: SensitivityOptions, console: Console) -> None:
     """Measure what each layer of a dense model costs when its sync points are overlapped or dropped."""
-    console = Console(options.as_json)
     with loading(options, console):
         device = start_on(options.device, None)
         from ladderize.adapt.layers.sensitivity import write_sensitivity

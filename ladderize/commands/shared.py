@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.choices import BackendName, DeviceName, flag
-from ladderize.commands.builder import GivenOptions
 from ladderize.console import Console
 from ladderize.data.files import HUB, data_files, split_weight
 from ladderize.errors import UserError
@@ -28,9 +27,8 @@ LOADING = "loading torch and transformers"  # the first line of a command that c
 @contextmanager
 def loading(options: Any, console: Console, text: str = LOADING) -> Iterator[None]:
     """Check what the options of a command name, then show that the block imports for seconds."""
-    params = options.params if isinstance(options, GivenOptions) else vars(options)
-    check_named_models(params)
-    check_named_data(params, console)
+    check_named_models(vars(options))
+    check_named_data(vars(options), console)
     with console.stage(text):
         yield
 

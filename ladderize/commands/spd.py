@@ -7,9 +7,8 @@ from ladderize.commands.shared import loading, show_layers, start_on
 from ladderize.console import Console
 
 
-def spd(options: SpdOptions) -> None:
+def spd(options: SpdOptions, console: Console) -> None:
     """Sync-Point Drop in one command: measure sensitivity, drop, assign heads and neurons to ranks, and repair."""
-    console = Console(options.as_json)
     with loading(options, console):
         device = start_on(options.device, None)
         from ladderize.adapt.layers.spd import spd as make_spd

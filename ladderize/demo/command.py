@@ -5,7 +5,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from ladderize.choices import AS_JSON, OUTPUT, option
+from ladderize.choices import OUTPUT, option
 from ladderize.commands.shared import LOADING
 from ladderize.console import Console
 
@@ -22,12 +22,10 @@ class DemoOptions:
         metavar="DIR",
     )
     quick: bool = option("Two layouts and few samples: a minute.", False, panel=OUTPUT)
-    as_json: bool = option(AS_JSON, False)
 
 
-def demo(options: DemoOptions) -> None:
+def demo(options: DemoOptions, console: Console) -> None:
     """Sweep layouts of the bundled tiny Llama, from conversion to speed, and write a report."""
-    console = Console(options.as_json)
     with console.stage(LOADING):
         from ladderize.demo.inputs import MEASURED, as_typed, demo_folder, write_inputs
         from ladderize.report.page import check_libraries, write_report

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from ladderize.choices import (
-    AS_JSON,
     DTYPE,
     MEASUREMENT,
     MEMORY,
@@ -106,7 +105,6 @@ class EvalOptions:
         needs="out",
         decides=False,
     )
-    as_json: bool = option(AS_JSON, False)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 from ladderize.choices import (
-    AS_JSON,
     BACKEND,
     DEVICE,
     LAYOUT,
@@ -87,7 +86,6 @@ class PlanOptions(Record):
         "Write the chosen layout as a recipe for convert.", panel=OUTPUT, metavar="FILE", decides=False
     )
     out: Path | None = option("Write everything as JSON.", panel=OUTPUT, metavar="FILE", decides=False)
-    as_json: bool = option(AS_JSON, False)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -144,7 +142,6 @@ class CalibrateOptions(Record):
     device: DeviceName | None = option(DEVICE)
     threads: int | None = option(THREADS)
     hardware: str | None = option("A known device or a file: its data sheet is kept.", panel=MEMORY, metavar="DEVICE")
-    as_json: bool = option(AS_JSON, False)
 
     def __post_init__(self) -> None:
         check_options(self)

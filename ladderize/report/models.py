@@ -13,9 +13,9 @@ from ladderize.sweep_document import AS_CONVERTED
 
 def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
     """Return a number with a true minus sign; with ``sign`` also with a plus, but for one that rounds to 0."""
-    text = f"{value:+,.{digits}f}"
+    text = f"{value:+,.{digits}f}" if sign else f"{value:,.{digits}f}"
     is_zero = not float(text.replace(",", ""))
-    return text.lstrip("+-" if is_zero else "" if sign else "+").replace("-", "\u2212")
+    return text.lstrip("+-") if is_zero else text.replace("-", "\u2212")
 
 
 def listing(names: Sequence[str]) -> str:

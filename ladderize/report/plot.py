@@ -1,8 +1,8 @@
-"""What the page's plots are made of, in Altair, and their drawing by vl-convert. Both are of the extra ``report``."""
+"""The pieces of the page's plots, in Altair, and their drawing by vl-convert. Both are of the extra ``report``."""
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -163,5 +163,6 @@ def dots(title: str, rows: list[Row], x: alt.X, levels: list[alt.Chart]) -> alt.
 
 def filled(plots: list[ReportPlot], least: int = 1) -> list[ReportPlot]:
     """Return the plots that have any panels, with the panels that have ``least`` rows or more."""
-    full = [replace(plot, panels=[panel for panel in plot.panels if len(panel.data.values) >= least]) for plot in plots]
-    return [plot for plot in full if plot.panels]
+    for plot in plots:
+        plot.panels = [panel for panel in plot.panels if len(panel.data.values) >= least]
+    return [plot for plot in plots if plot.panels]

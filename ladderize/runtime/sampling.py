@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ladderize.choices import (
-    AS_JSON,
     BACKEND,
     DEVICE,
     DTYPE,
     MAX_SEED,
-    OUTPUT,
     REVISION,
     TP_SIZE,
     Dtype,
@@ -98,7 +96,6 @@ class GenerateOptions:
     backend: SendingBackend = option(BACKEND, "auto", decides=False)
     dtype: Dtype = option(DTYPE, "auto")
     device: str | None = option(DEVICE, decides=False)
-    as_json: bool = option(AS_JSON, False, panel=OUTPUT)
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.prompt, self.prompt_file, self.from_bos))) != 1:

@@ -1,137 +1,46 @@
-"""The stages of a sweep, each with everything that decides its output, and the files that it reads."""
+"""The making of stages: the options of each, and the hash of everything that decides its output."""
 
 import importlib.metadata
-import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ladderize.checkpoint.opening import open_checkpoint
-from ladderize.checkpoint.tensors import fingerprint
-from ladderize.choices import options_from
-from ladderize.console import SILENT
-from ladderize.data.files import HUB, data_files, file_sha256, split_weight
-from ladderize.errors import UserError
-from ladderize.eval.options import EvalOptions
-from ladderize.eval.tasks import open_tasks, tasks_digest
-from ladderize.families.registry import family_of
-from ladderize.files.regular import names_a_file, split_name
+from ladderize.adapt.methods import FULL, LORA
+from ladderize.adapt.options import AdaptOptions
+from ladderize.choices import OPTION, identity
+from ladderize.commands.adapt import adapt
+from ladderize.commands.bench import bench
+from ladderize.commands.convert import convert
+from ladderize.commands.evaluate import evaluate
+from ladderize.commands.merge import MergeOptions, merge
+from ladderize.files.regular import names_a_file
 from ladderize.files.unfinished import run_digest
 from ladderize.layout import Layout
 from ladderize.ranks.device import cores, processor
+from ladderize.sweep.inputs import Inputs
 from ladderize.sweep.stages import (
+    ADAPTER,
     BENCH_JSON,
+    KEY_DIGITS,
     MODEL_FOLDER,
     PREDICTIONS,
     RESULTS,
-    SHARDS,
-    Given,
     Stage,
-    Words,
-    adapt_words,
-    make_stage,
-    words_of,
+    Step,
+    output_folder,
 )
-from ladderize.sweep.sweep_file import LINK_KEYS, AdaptStage, BenchChoice, LayoutChoice, SweepSpec
+from ladderize.sweep.sweep_file import AdaptEntry, BenchEntry, LayoutEntry, SweepSpec
 
-MODEL_SUFFIXES = (".json", ".model", ".jinja", ".txt")  # of a checkpoint's files besides the weights
+# Of the code behind a kind of stage: raise it when the output changes for the same input.
+VERSIONS = {"convert": 2, "adapt": 6, "eval": 2, "bench": 2}
 # accuracies of two versions cannot be compared in pairs
 EVAL_PACKAGES = ("torch", "transformers", "tokenizers", "lm-eval")
-
-
-@dataclass
-class Inputs:
-    """The files that a sweep reads and did not make, identified by their content. When one changes, its stages run
-    anew.
-
-    seen: size, time and place of each file when it was read.
-    hashes: of the files that were read as a whole.
-    questions: of lm-eval's tasks, by the options of eval: the hash of their settings, functions and rows.
-    """
-
-    seen: dict[Path, list[int] | None] = field(default_factory=dict)
-    hashes: dict[Path, str] = field(default_factory=dict)
-    questions: dict[EvalOptions, str] = field(default_factory=dict)
-
-    def model(self, name: str) -> str:
-        """Return the hash of a checkpoint: its weights, config and tokenizer. Raises UserError unless it is sound."""
-        checkpoint = open_checkpoint(name, sound="any")
-        family_of(checkpoint.config)  # raises for one that cannot be converted
-        folder = checkpoint.folder
-        self.seen |= {folder / weights: _signature(folder / weights) for weights in checkpoint.weight_files}
-        files = self._files(folder, (path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES))
-        return run_digest({"weights": fingerprint(checkpoint), "files": files})
-
-    def _files(self, folder: Path, paths: Iterable[Path]) -> str:
-        """Return the hash of the content of files, and of their places in a folder."""
-        return run_digest({str(path.relative_to(folder)): self.file(path) for path in paths if path.is_file()})
-
-    def data(self, name: str) -> tuple[str, str | None]:
-        """Return the hash of a file of ids or text, and the array in it that is meant. Raises UserError if it is not
-        there."""
-        path, array = split_name(name)
-        if not path.exists():
-            raise UserError(f"{path} does not exist")
-        if path.is_dir():
-            return self._files(path, (entry for entry in path.rglob("*") if entry.suffix != ".pyc")), None
-        return self.file(path), array
-
-    def sources(self, names: str | list[str]) -> list[Any]:
-        """Return what identifies sources of training data: their weights, and the content of files or the name on the
-        hub."""
-        sources = [split_weight(name) for name in (names if isinstance(names, list) else [names])]
-        return [
-            (weight, name if name.startswith(HUB) else [self.data(file) for file in data_files(name)])
-            for name, weight in sources
-        ]
-
-    def file(self, path: Path) -> str:
-        """Return the sha256 of a file's content, which is read again only where size or time have changed."""
-        path = path.resolve()
-        if path not in self.hashes or self.seen[path] != _signature(path):
-            self.seen[path] = _signature(path)
-            self.hashes[path] = file_sha256(str(path))
-        return self.hashes[path]
-
-    def tasks(self, options: EvalOptions) -> str:
-        """Return the hash of what lm-eval's tasks ask, which is read once. Raises UserError where they cannot be
-        read."""
-        if options not in self.questions:
-            with SILENT.contained():
-                self.questions[options] = tasks_digest(open_tasks(options), self.file)
-        return self.questions[options]
-
-    def check_unchanged(self, *, asked: bool) -> None:
-        """Raise UserError for a file that has changed since it was read.
-
-        asked: lm-eval has read its tasks, so they are read again: only that shows what their files hold.
-        """
-        changed = [
-            str(path)
-            for path, before in self.seen.items()
-            if _signature(path) != before and self.hashes.get(path) != (path.is_file() and file_sha256(str(path)))
-        ]
-        if asked and not changed:
-            again = Inputs()
-            changed = [
-                ", ".join(options.tasks) for options, digest in self.questions.items() if again.tasks(options) != digest
-            ]
-        if changed:
-            raise UserError(
-                f"{changed[0]} changed while the sweep ran, so what was measured meanwhile may be of either; run the"
-                " same command again: it keeps the stages that were complete before, and that do not depend on it"
-            )
-
-
-def _signature(path: Path) -> list[int] | None:
-    """Return size, time and place of a file; None where it is not there."""
-    if not path.exists():
-        return None
-    status = os.stat(path)
-    return [status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev]
+SHARDS = (FULL, LORA)  # methods with models that FSDP2 shards, and a batch that processes share
+# those of accelerate launch for FSDP2; without the policy the whole model is gathered at once
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 
 
 class StageBuilder:
@@ -144,69 +53,52 @@ class StageBuilder:
         self.spec, self.inputs, self.gpus = spec, Inputs(), torch.cuda.device_count()
         self.digest = self.inputs.model(spec.model)
 
-    def processes(self, options: Given, is_shared: bool = False) -> int:
-        """Return the number of processes of a command: as many as there are GPUs and divide the batch. One group of
-        tensor parallel ranks is started by the command itself.
+    def conversion(self, entry: LayoutEntry, layout: Layout, title: str) -> Stage:
+        """Return the stage that makes a layout."""
+        options = entry.options
+        content: dict[str, Any] = {"layout": layout.to_config(), "dtype": entry.recipe.dtype}
+        if entry.recipe.assignment is not None:
+            content["assignment"] = self.inputs.data(entry.recipe.assignment)
+        if options.recipe is not None:  # decides the layout; it must not change before it is read again
+            self.inputs.file(options.recipe)
+        if options.assign and options.data is not None:
+            content |= {"assign": options.assign, "data": self.inputs.sources((options.data,))}
+        key = self._key("convert", content)
+        out = f"{output_folder('convert', key)}/{MODEL_FOLDER}"
+        made = replace(options, src=self.spec.model, out=out, verify=self.spec.verify)
+        return Stage("convert", f"convert: {title}", key, (Step("convert", convert, made),))
 
-        is_shared: the processes share a batch.
-        """
-        copy = int(options.get("tp_size", 1))  # processes for each copy of the model
-        batch = options.get("batch_size") if is_shared else None
-        gpus = 1 if options.get("device") == "cpu" else self.gpus
-        fit = [n for n in range(2 * copy, gpus + 1, copy) if batch is None or int(batch) % (n // copy) == 0]
-        return max(fit, default=1)
-
-    def conversion(self, choice: LayoutChoice, layout: Layout, words: str) -> Stage:
-        """Return the stage that makes a layout.
-
-        words: the layout in words.
-        """
-        assignment, spec = choice.recipe.assignment, self.spec
-        identity: dict[str, Any] = {
-            "model": self.digest,
-            "layout": layout.to_config(),
-            "dtype": choice.recipe.dtype,
-            "assignment": None if assignment is None else self.inputs.data(assignment),
-        }
-        if "recipe" in choice.options:  # decides what is here; it must not change before it is read again
-            self.inputs.file(Path(choice.options["recipe"]))
-        if choice.assign:
-            identity |= {"assign": choice.assign, "data": self.inputs.sources(choice.options["data"])}
-
-        def commands(output: str) -> tuple[Words, ...]:
-            own = {"no_verify": not spec.verify}
-            return (words_of("convert", [spec.model, f"{output}/{MODEL_FOLDER}"], own, choice.options),)
-
-        return make_stage("convert", f"convert: {words}", identity, commands)
-
-    def adaptation(self, stage: AdaptStage, before: Stage, name: str) -> Stage:
-        """Return the stage of one step of adaptation.
+    def adaptation(self, entry: AdaptEntry, before: Stage, title: str, work: str) -> Stage:
+        """Return the stage of one step of adaptation. An adapter is merged right away.
 
         before: the stage that writes the model to adapt.
-        name: the title's words.
         """
-        options, is_sharded = stage.options, stage.method in SHARDS
-        processes = self.processes(options, is_sharded)
-        content = {key: self.inputs.sources(options[key]) for key in ("data", "eval_data") if key in options}
-        is_cached = "teacher_cache" in options
-        cached = {"teacher_cache": True} if is_cached else {}  # wherever it lies
-        identity: dict[str, Any] = {
-            "model": before.key,
-            "teacher": self.digest,
-            "method": stage.method,
-            "options": {**options, **content, **cached},
-        }
-        if is_sharded and "batch_size" not in options:  # the default depends on how many share it
-            identity["processes"] = processes
-        return make_stage(
-            "adapt",
-            f"adapt: {name}",
-            identity,
-            lambda output: adapt_words(before.model, output, stage.method, self.spec.model, options, self.spec.verify),
-            (before,),
-            processes,
-            fsdp=is_sharded and processes > 1 and int(options.get("tp_size", 1)) == 1 and not is_cached,
+        options = entry.options
+        is_sharded = options.method in SHARDS
+        processes = self._processes(options, is_sharded)
+        content = self._content(options)
+        if options.teacher_cache is not None:
+            content["teacher_cache"] = True  # wherever it lies
+        if is_sharded and options.batch_size is None:  # the default depends on how many share it
+            content["processes"] = processes
+        key = self._key("adapt", content, before)
+        output = output_folder("adapt", key)
+        is_taught = not is_sharded or options.distill_weight != 0
+        out = f"{output}/{trained_folder(options)}"
+        made = replace(
+            options,
+            model=before.model,
+            out=out,
+            distill_from=self.spec.model if is_taught else None,
+            distill_weight=options.distill_weight if is_taught else None,
+            verify=self.spec.verify or options.method == LORA,
         )
+        has_fsdp = is_sharded and processes > 1 and options.tp_size == 1 and options.teacher_cache is None
+        steps = [Step("adapt", adapt, made, processes, FSDP2 if has_fsdp else {})]
+        if options.method == LORA:
+            merging = MergeOptions(out, f"{output}/{MODEL_FOLDER}", verify=self.spec.verify)
+            steps.append(Step("merge", merge, merging))
+        return Stage("adapt", f"adapt: {title}", key, tuple(steps), (before,), work)
 
     def evaluation(self, name: str, made_by: Stage | None, reference: Stage | None) -> Stage:
         """Return the stage that evaluates a model.
@@ -214,54 +106,81 @@ class StageBuilder:
         made_by: the stage that writes the model; None: the dense model.
         reference: the dense model's evaluation.
         """
-        assert self.spec.evaluation is not None
-        options, has_text = self.spec.evaluation, "perplexity" in self.spec.evaluation
-        model = made_by.model if made_by is not None else self.spec.model
-        content = {key: self.inputs.data(options[key]) for key in ("perplexity", "include_path") if key in options}
-        evaluated = options_from(EvalOptions, {"models": ["MODEL"], **options})
-        packages = EVAL_PACKAGES if "tasks" in options else EVAL_PACKAGES[:3]
-        identity = {
-            "model": made_by.key if made_by is not None else [self.digest, model],  # the report joins by its name
-            "reference": [self.digest, self.spec.model if has_text else None],  # kept predictions have its name
-            "options": {**options, **content},
-            "questions": self.inputs.tasks(evaluated) if evaluated.tasks else None,
+        options = self.spec.evaluation
+        assert options is not None
+        has_text = options.perplexity is not None
+        packages = EVAL_PACKAGES if options.tasks else EVAL_PACKAGES[:3]
+        content = self._content(options) | {
+            "dense": self.spec.model if has_text or made_by is None else None,  # kept predictions have its name
+            "questions": self.inputs.tasks(options) if options.tasks else None,
             "versions": {package: importlib.metadata.version(package) for package in packages},
         }
-        needs = (made_by,) if made_by is not None else ()
+        needs = [made_by] if made_by is not None else []
         if has_text and reference is not None:  # predictions are those of its text
-            needs = (*needs, reference)
+            needs.append(reference)
+        key = self._key("eval", content, *needs)
+        output = output_folder("eval", key)
+        made = replace(
+            options,
+            models=(made_by.model if made_by is not None else self.spec.model,),
+            out=Path(output, RESULTS),
+            resume=True,  # safe: the stage's key identifies the model and the data
+            reference=Path(reference.output, PREDICTIONS) if has_text and reference is not None else None,
+            keep_predictions=Path(output, PREDICTIONS) if has_text and made_by is None else None,
+        )
+        step = Step("eval", evaluate, made, self._processes(options))
+        return Stage("eval", f"eval: {name}", key, (step,), tuple(needs))
 
-        def commands(output: str) -> tuple[Words, ...]:
-            # --resume is safe: the stage's key identifies the model and the data
-            own: dict[str, Any] = {"out": f"{output}/{RESULTS}", "resume": True}
-            if has_text and reference is not None:
-                own |= {"reference": f"{reference.output}/{PREDICTIONS}"}
-            elif has_text and made_by is None:
-                own |= {"keep_predictions": f"{output}/{PREDICTIONS}"}
-            return (words_of("eval", [model], own, options),)
-
-        return make_stage("eval", f"eval: {name}", identity, commands, needs, self.processes(options))
-
-    def benchmark(self, setting: BenchChoice, converted: Sequence[Stage]) -> Stage:
+    def benchmark(self, entry: BenchEntry, converted: Sequence[Stage]) -> Stage:
         """Return the stage that times all models of one setting, interleaved in one group of processes."""
-        models = [self.spec.model, *(stage.model for stage in converted)]
-        links = {key: str(setting.given.get(key, "")) for key in LINK_KEYS}
-        content = {key: self.inputs.data(link) for key, link in links.items() if names_a_file(link)}
-        identity = {
-            "model": [self.digest, self.spec.model],
-            "models": [stage.key for stage in converted],
-            "options": {**setting.given, **content},
+        content = self._content(entry.options) | {
+            "dense": self.spec.model,
             "machine": machine(),
             "torch": importlib.metadata.version("torch"),
         }
-        title = ", ".join(f"{key} {str(value).strip('[]')}" for key, value in setting.given.items())
-        return make_stage(
-            "bench",
-            f"bench: {title or 'one process'}",
-            identity,
-            lambda output: (words_of("bench", models, {"out": f"{output}/{BENCH_JSON}"}, setting.given),),
-            tuple(converted),
+        key = self._key("bench", content, *converted)
+        models = (self.spec.model, *(stage.model for stage in converted))
+        made = replace(entry.options, models=models, out=Path(output_folder("bench", key), BENCH_JSON))
+        title = ", ".join(f"{key} {str(value).strip('[]')}" for key, value in entry.typed.items())
+        return Stage(
+            "bench", f"bench: {title or 'one process'}", key, (Step("bench", bench, made),), tuple(converted), title
         )
+
+    def _content(self, options: Any) -> dict[str, Any]:
+        """Return what the options say that decides the output: of files and folders their content, of arguments
+        nothing."""
+        arguments = {field.name for field in fields(options) if field.metadata[OPTION].positional}
+        content = {name: value for name, value in identity(options).items() if name not in arguments}
+        for name in ("data", "eval_data"):
+            if content.get(name):
+                content[name] = self.inputs.sources(content[name])
+        for name in ("perplexity", "include_path", "link", "outer_link"):
+            if content.get(name) is not None and (name not in ("link", "outer_link") or names_a_file(content[name])):
+                content[name] = self.inputs.data(content[name])
+        return content
+
+    def _key(self, kind: str, content: dict[str, Any], *needs: Stage) -> str:
+        """Return the hash of all that decides a stage's output."""
+        keys = [stage.key for stage in needs]
+        deciding = {"stage": kind, "version": VERSIONS[kind], "model": self.digest, "content": content, "needs": keys}
+        return run_digest(deciding)[:KEY_DIGITS]
+
+    def _processes(self, options: Any, is_shared: bool = False) -> int:
+        """Return the number of processes of a command: as many as there are GPUs and divide the batch. One group of
+        tensor parallel ranks is started by the command itself.
+
+        is_shared: the processes share a batch.
+        """
+        copy = options.tp_size  # processes for each copy of the model
+        batch = options.batch_size if is_shared else None
+        gpus = 1 if options.device == "cpu" else self.gpus
+        fit = [n for n in range(2 * copy, gpus + 1, copy) if batch is None or batch % (n // copy) == 0]
+        return max(fit, default=1)
+
+
+def trained_folder(options: AdaptOptions) -> str:
+    """Return the folder that a method writes, in a stage's folder."""
+    return ADAPTER if options.method == LORA else MODEL_FOLDER
 
 
 def machine() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The process of a stage, in which its commands run as function calls."""
+"""The process of a stage, which calls the functions of its steps."""
 
 import contextlib
 import fcntl
@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from ladderize.commands.builder import run_words
-from ladderize.console import say, sentence
+from ladderize.console import Console, say, sentence
 from ladderize.errors import LadderizeError
 from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, Place, environment_with, start_context
 from ladderize.runtime.launch import Report, end_with_parent, how_it_ended, run_processes
-from ladderize.sweep.stages import COMMANDS, LOG, Stage, Words
+from ladderize.sweep.stages import LOG, Stage, Step
 
 STOP_SECONDS = 120.0  # after Ctrl-C, to save what can be saved
 
@@ -68,9 +67,9 @@ def _work(stage: Stage, root: Path, environment: Mapping[str, str], pipe: Connec
             fcntl.flock(lock, fcntl.LOCK_EX)  # waits for the process of a sweep that was killed a moment ago
         _write_to(Path(stage.output) / LOG)
         print(f"==== {stage.title} ====", flush=True)
-        for words in stage.commands:
-            print(f"$ {stage.typed(words)}", flush=True)
-            _run_command(stage, words)
+        for step in stage.steps:
+            print(f"$ {step.typed}", flush=True)
+            _run_step(step)
         os.close(lock)
     except KeyboardInterrupt:
         error = "interrupted"
@@ -86,23 +85,23 @@ def _work(stage: Stage, root: Path, environment: Mapping[str, str], pipe: Connec
         pipe.send(error)
 
 
-def _run_command(stage: Stage, words: Words) -> None:
-    """Run a command of ladderize in this process, or in several with torchrun's variables."""
-    if not stage.is_shared(words):
-        run_words(COMMANDS[words[0]], words)
+def _run_step(step: Step) -> None:
+    """Call a function in this process, or in several with torchrun's variables."""
+    if step.processes == 1:
+        step.run(step.options, Console())
         return
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = {MASTER_ADDR: "127.0.0.1", MASTER_PORT: str(store.port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
-    places = [Place(rank, stage.processes, rank, stage.processes) for rank in range(stage.processes)]
-    with environment_with({**meeting, **stage.variables}):
-        run_processes(_run_as_rank, (words, Path.cwd()), places, stoppable=True)
+    ranks = [Place(rank, step.processes, rank, step.processes) for rank in range(step.processes)]
+    with environment_with({**meeting, **step.variables}):
+        run_processes(_run_as_rank, (step, Path.cwd()), ranks, stoppable=True)
 
 
-def _run_as_rank(place: Place, report: Report, words: Words, folder: Path) -> None:
+def _run_as_rank(rank: Place, report: Report, step: Step, folder: Path) -> None:
     os.chdir(folder)
-    run_words(COMMANDS[words[0]], words)
+    step.run(step.options, Console())
 
 
 def _write_to(path: Path) -> None:

@@ -1,10 +1,10 @@
-"""The command ``sweep``."""
+"""Measure a grid of layouts, or show what would be measured."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.choices import AS_JSON, OUTPUT, argument, option
-from ladderize.commands.shared import LOADING
+from ladderize.choices import OUTPUT, argument, option
+from ladderize.commands.shared import LOADING, command_line
 from ladderize.console import Console
 from ladderize.errors import UsageError
 
@@ -28,12 +28,11 @@ class SweepOptions:
     )
     prune: bool = option("Remove outputs that FILE no longer asks for.", False, panel=OUTPUT)
     write_example: bool = option("Print an example of FILE.", False, panel=OUTPUT)
-    as_json: bool = option(AS_JSON, False)
 
 
-def sweep(options: SweepOptions) -> None:
+def sweep(options: SweepOptions, console: Console) -> None:
     """Measure a grid of layouts from conversion to accuracy and speed. What is complete is kept and reused."""
-    file, out, console = options.file, options.out, Console(options.as_json)
+    file, out = options.file, options.out
     if options.write_example:
         console.result(EXAMPLE.read_text(encoding="utf-8").rstrip("\n"))
         return
@@ -44,18 +43,18 @@ def sweep(options: SweepOptions) -> None:
     spec, root = find_folder(file, out)  # before hours in which the file may change
     fit_layouts(spec)  # raises before seconds of imports
     with console.stage(LOADING):
-        from ladderize.sweep.run import plan_sweep, run_sweep
+        from ladderize.sweep.run import SweepRun, measure
         from ladderize.sweep.show import check_stages, plan_document, plan_script, show_models, show_stages
+    run = SweepRun(spec, root, console, command_line("sweep", file, *(["--out", out] if out is not None else [])))
     if options.dry_run or options.print_commands:
-        plan, _ = plan_sweep(file, out, console=console)
-        document = plan_document(plan, root)
+        document = plan_document(run)
         console.document(document)
         if options.print_commands:
-            console.result(plan_script(plan, root))
+            console.result(plan_script(document))
         else:
             show_stages(document, console)
         return
-    swept = run_sweep(file, out, prune=options.prune, console=console)
+    swept = measure(run, prune=options.prune)
     console.document(swept.to_dict())
     show_models(root, console)
     console.result(f"\nwrote {root / SWEEP_JSON}; `ladderize report {root} --out report.html` shows all of it")

@@ -1,89 +1,98 @@
-"""The reading of sweep.yaml: its grids are expanded, and all is checked that needs nothing but the file."""
+"""sweep.yaml: its content as options of the commands, with grids expanded, checked before torch is imported."""
 
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from ladderize.adapt.methods import ALIGN, Method
+from ladderize.adapt.options import AdaptOptions
 from ladderize.checkpoint.opening import open_checkpoint
-from ladderize.choices import near_names, options_from
-from ladderize.commands.adapt import adapt_options
+from ladderize.choices import OPTION, described, errors_begin_with, flag, near_names, options_from, parameter_name
 from ladderize.commands.convert import ConvertOptions
 from ladderize.convert.recipe import Recipe
 from ladderize.data.files import HUB
 from ladderize.errors import UsageError, UserError
-from ladderize.eval.options import MARGIN, EvalOptions, check_margin, check_task_names
+from ladderize.eval.options import MARGIN, EvalOptions, check_margin
 from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
 from ladderize.files.regular import names_a_file, resolved
 from ladderize.layout import Layout, check_split
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.shards import check_runnable
-from ladderize.sweep.stages import Given, adapt_words, errors_begin_with, outputs_in, parsed_options, words_of
+from ladderize.sweep.stages import outputs_in
 from ladderize.sweep_document import AS_CONVERTED
 
+SWEEP_JSON = "sweep.json"
 KEYS = ("model", "out", "data", "layouts", "adapt", "eval", "bench", "margin", "no_verify")
 PATH_KEYS = ("data", "eval_data", "teacher_cache", "perplexity", "include_path", "assignment", "recipe")
-SWEEP_JSON = "sweep.json"
 LINK_KEYS = ("link", "outer_link")  # paths where they name a file
 # keys whose lists are no grids
 LISTS = {"adapt": ("data", "eval_data", "lora_targets"), "bench": ("batch_size", "baselines", "schedules")}
+# options that an entry may not give besides those that decide nothing: the sweep gives them, or has no use for them
+RESERVED = {
+    "convert": "src out dense dtype revision",
+    "adapt": "model out distill_from align log_with",
+    "eval": "models out keep_predictions reference resume revision engine",
+    "bench": "models random_weights layout num_layers sync_tp_size engine revision train out profile",
+}
+Given = Mapping[str, Any]  # option -> value, as a file has them
 
 
 @dataclass(frozen=True)
-class LayoutChoice:
+class LayoutEntry:
     """One layout of the grid.
 
     where: its place in the file.
-    options: of ``ladderize convert``, as the file has them.
-    recipe: the same, checked.
-    assign: what is assigned to ranks, by the data of the options.
+    recipe: that of the options.
     """
 
     where: str
     name: str | None
-    options: Given
+    options: ConvertOptions
     recipe: Recipe
-    assign: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class AdaptStage:
+class AdaptEntry:
     """One run of ``ladderize adapt``.
 
+    typed: the options as words of a command line, for people.
     promote: the number of layouts that get it, the best of those before it; None: all.
     """
 
-    method: Method
-    options: Given
+    options: AdaptOptions
+    typed: tuple[str, ...] = ()
     promote: int | None = None
 
 
 @dataclass(frozen=True)
-class AdaptChoice:
+class AdaptWay:
     """One way of adapting: stages, each of which reads the output of the one before; none: as converted.
 
     layouts: the names of the layouts that it is for; empty: all.
     """
 
-    stages: tuple[AdaptStage, ...] = ()
+    stages: tuple[AdaptEntry, ...] = ()
     layouts: tuple[str, ...] = ()
+
+    def adapts(self, name: str | None) -> bool:
+        """Return True if it is for a layout of this name."""
+        return not self.layouts or name in self.layouts
 
 
 @dataclass(frozen=True)
-class BenchChoice:
+class BenchEntry:
     """One benchmark.
 
-    options: of ``ladderize bench``, for models that are not there yet.
-    given: the options as the file has them.
+    typed: the options as the file has them.
     """
 
     where: str
     options: BenchOptions
-    given: Given
+    typed: Given
     layouts: tuple[str, ...] = ()
 
     def times(self, name: str | None) -> bool:
@@ -95,16 +104,16 @@ class BenchChoice:
 class SweepSpec:
     """A sweep.yaml, with absolute paths.
 
-    evaluation: options of ``ladderize eval``; None where there is no such section.
+    evaluation: None where there is no such section.
     margin: the accuracy that may be lost, in points.
     """
 
     model: str
     out: str | None
-    layouts: tuple[LayoutChoice, ...]
-    adapt: tuple[AdaptChoice, ...]
-    evaluation: Given | None
-    bench: tuple[BenchChoice, ...]
+    layouts: tuple[LayoutEntry, ...]
+    adapt: tuple[AdaptWay, ...]
+    evaluation: EvalOptions | None
+    bench: tuple[BenchEntry, ...]
     margin: float
     verify: bool
 
@@ -122,41 +131,42 @@ def sweep_spec(document: object, where: str) -> SweepSpec:
 
     where: the begin of every message.
     """
-    given = mapping(document, where)
-    if unknown := [key for key in given if key not in KEYS]:
+    content = mapping(document, where)
+    unknown = [key for key in content if key not in KEYS]
+    if unknown:
         near = near_names(unknown[0], KEYS)
         raise UserError(f"{where}: unknown key {unknown[0]!r}{near}; known are {', '.join(KEYS)}")
-    if "model" not in given:
+    if "model" not in content:
         raise UserError(f"{where}: model is missing; name the dense checkpoint, a folder or a hub id")
-    if "eval" not in given and "bench" not in given:
+    if "eval" not in content and "bench" not in content:
         raise UserError(f"{where} has neither eval nor bench, so there is nothing to measure")
-    data = absolute({"data": given["data"]}) if "data" in given else {}
+    data = absolute({"data": content["data"]}) if "data" in content else {}
     evaluation = None
-    if "eval" in given:
-        with errors_begin_with(at := f"{where}: eval"):
-            evaluation = absolute(mapping(given["eval"], at))
-            words_of("eval", ["MODEL"], {}, evaluation)
-            check_task_names(options_from(EvalOptions, {"models": ["MODEL"], **evaluation}))
-    layouts = tuple(_layouts(_entries(given, "layouts", where), data))
+    if "eval" in content:
+        at = f"{where}: eval"
+        evaluation = _options(EvalOptions, "eval", mapping(content["eval"], at), at, models=["MODEL"])
+    layouts = tuple(_layouts(_entries(content, "layouts", where), data))
     if not layouts:
         raise UserError(f"{where}: layouts is missing; write for example '- ladder: all'")
-    names = [choice.name for choice in layouts if choice.name is not None]
-    margin = read_value(float, given.get("margin", MARGIN), f"{where}: margin")
+    names = [entry.name for entry in layouts if entry.name is not None]
+    margin = read_value(float, content.get("margin", MARGIN), f"{where}: margin")
     with errors_begin_with(where):
         check_margin(margin)
-    adapt = tuple(_ways(_entries(given, "adapt", where), data, names)) or (AdaptChoice(),)
-    if evaluation is None and any(stage.promote is not None for way in adapt for stage in way.stages):
+    ways = tuple(_ways(_entries(content, "adapt", where), data, names)) or (AdaptWay(),)
+    promotes = [stage for way in ways for stage in way.stages if stage.promote is not None]
+    if evaluation is None and promotes:
         raise UserError(f"{where}: promote goes by what eval measures, but the file has no section eval")
-    model = read_value(str, given["model"], f"{where}: model")
+    model = read_value(str, content["model"], f"{where}: model")
+    local = Path(model).expanduser()
     return SweepSpec(
-        model=str(Path(model).expanduser().resolve()) if Path(model).expanduser().exists() else model,
-        out=read_value(str | None, given.get("out"), f"{where}: out"),
+        model=str(local.resolve()) if local.exists() else model,
+        out=read_value(str | None, content.get("out"), f"{where}: out"),
         layouts=layouts,
-        adapt=adapt,
+        adapt=ways,
         evaluation=evaluation,
-        bench=tuple(_benches(_entries(given, "bench", where), names)),
+        bench=tuple(_benches(_entries(content, "bench", where), names)),
         margin=margin,
-        verify=not read_value(bool, given.get("no_verify", False), f"{where}: no_verify"),
+        verify=not read_value(bool, content.get("no_verify", False), f"{where}: no_verify"),
     )
 
 
@@ -186,28 +196,32 @@ def fit_layouts(spec: SweepSpec) -> list[Layout]:
     if not dense.is_dense:
         raise UserError(f"{spec.model} is not dense ({dense}); a sweep converts the dense model")
     layouts = []
-    for choice in spec.layouts:
-        with errors_begin_with(choice.where):
-            layouts.append(choice.recipe.layout(dense))
-            layouts[-1].check_model(config)
+    for entry in spec.layouts:
+        with errors_begin_with(entry.where):
+            layout = entry.recipe.layout(dense)
+            layout.check_model(config)
+            layouts.append(layout)
     for setting in spec.bench:
-        made = setting.options
+        ranks, name = setting.options.ranks, setting.options.ranks_option
         with errors_begin_with(setting.where):
-            check_split(config, made.ranks, name=made.ranks_option)
-        for choice, layout in zip(spec.layouts, layouts, strict=True):
-            if setting.times(choice.name):
-                with errors_begin_with(f"{setting.where} cannot time {choice.name or layout}"):
-                    check_runnable(config, layout, made.ranks, name=made.ranks_option, in_groups=True)
+            check_split(config, ranks, name=name)
+        for entry, layout in zip(spec.layouts, layouts, strict=True):
+            if setting.times(entry.name):
+                with errors_begin_with(f"{setting.where} cannot time {entry.name or layout}"):
+                    check_runnable(config, layout, ranks, name=name, in_groups=True)
     return layouts
 
 
-def mapping(given: object, where: str) -> dict[str, Any]:
-    """Return ``given`` as a mapping without nulls. Raises UserError for anything else, and for an empty list."""
-    if not isinstance(given, Mapping):
-        raise UserError(f"{where} is {'empty' if given is None else repr(given)}, but must hold options: 'key: value'")
-    values = {str(key).replace("-", "_"): value for key, value in given.items() if value is not None}
-    for key, value in values.items():
-        if value == []:
+# ---- entries ----
+
+
+def mapping(value: object, where: str) -> dict[str, Any]:
+    """Return ``value`` as a mapping without nulls. Raises UserError for anything else, and for an empty list."""
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where} is {'empty' if value is None else repr(value)}, but must hold options: 'key: value'")
+    values = {str(key).replace("-", "_"): item for key, item in value.items() if item is not None}
+    for key, item in values.items():
+        if item == []:
             raise UserError(f"{where}: {key} is an empty list; give a value, or leave it out")
     return values
 
@@ -215,12 +229,13 @@ def mapping(given: object, where: str) -> dict[str, Any]:
 def absolute(options: Given) -> dict[str, Any]:
     """Return the options with absolute paths, since stages run in the sweep's folder."""
 
-    def path(key: str, text: Any) -> Any:
-        if isinstance(text, list):
-            return [path(key, item) for item in text]
-        if isinstance(text, Mapping) or str(text).startswith(HUB) or (key in LINK_KEYS and not names_a_file(str(text))):
-            return text
-        return os.path.normpath(Path.cwd() / Path(str(text)).expanduser())  # YAML takes 2024 for a number
+    def path(key: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [path(key, item) for item in value]
+        text = str(value)  # YAML takes 2024 for a number
+        if isinstance(value, Mapping) or text.startswith(HUB) or (key in LINK_KEYS and not names_a_file(text)):
+            return value
+        return os.path.normpath(Path.cwd() / Path(text).expanduser())
 
     return {key: path(key, value) if key in (*PATH_KEYS, *LINK_KEYS) else value for key, value in options.items()}
 
@@ -232,9 +247,21 @@ def grid(options: Given, section: str = "") -> Iterator[dict[str, Any]]:
     return (dict(zip(options, values, strict=True)) for values in itertools.product(*axes))
 
 
-def _entries(given: Given, key: str, where: str) -> list[tuple[str, Any]]:
+def _options(kind: type, command: str, values: Given, where: str, **arguments: Any) -> Any:
+    """Return the options of a command that an entry gives. Raises UserError for one that an entry may not give.
+
+    arguments: what the sweep fills in later.
+    """
+    idle = [parameter_name(field) for field in described(kind) if not field.metadata[OPTION].decides]
+    taken = [key for key in values if key in (*RESERVED[command].split(), *idle)]
+    if taken:
+        raise UserError(f"{where}: {taken[0]} cannot be given here: the sweep decides it, or has no use for it")
+    return options_from(kind, {**arguments, **absolute(values)}, where)
+
+
+def _entries(content: Given, key: str, where: str) -> list[tuple[str, Any]]:
     """Return the entries of a section, each behind its place in the file."""
-    value = given.get(key, [])
+    value = content.get(key, [])
     entries = [value] if isinstance(value, Mapping | str) else value
     if not isinstance(entries, list):
         raise UserError(f"{where}: {key} is {value!r}, but must be a list of entries")
@@ -246,38 +273,37 @@ def _take_layouts(options: dict[str, Any], where: str, names: Sequence[str]) -> 
     has."""
     value = options.pop("layouts", ())
     wanted = tuple(map(str, value if isinstance(value, list | tuple) else [value]))
-    if unknown := [name for name in wanted if name not in names]:
-        known = f"known are {', '.join(dict.fromkeys(names))}" if names else "give the entry of layouts a name"
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        advice = f"known are {', '.join(dict.fromkeys(names))}" if names else "give the entry of layouts a name"
         near = near_names(unknown[0], names)
-        raise UserError(f"{where}: layouts names {unknown[0]!r}, but no layout has this name{near}; {known}")
+        raise UserError(f"{where}: layouts names {unknown[0]!r}, but no layout has this name{near}; {advice}")
     return wanted
 
 
-# ---- sections ----
-
-
-def _layouts(entries: list[tuple[str, Any]], data: Given) -> Iterator[LayoutChoice]:
+def _layouts(entries: list[tuple[str, Any]], data: Given) -> Iterator[LayoutEntry]:
     """Yield a layout for each combination of the values that are lists.
 
     data: the data of entries that assign heads or neurons and name none.
     """
     for at, entry in entries:
-        for options in grid(absolute(mapping(entry, at))):
-            name = read_value(str | None, options.pop("name", None), f"{at}: name")
-            if options.get("assign", "none") != "none":
-                options = {**data, **options}
-                if isinstance(options.get("data"), list):
+        for values in grid(mapping(entry, at)):
+            name = read_value(str | None, values.pop("name", None), f"{at}: name")
+            if values.get("assign", "none") != "none":
+                values = {**data, **values}
+                if isinstance(values.get("data"), list):
                     raise UserError(f"{at}: assign reads one file; give this entry a data of its own")
+            options = _options(ConvertOptions, "convert", values, at, src="SRC", out="OUT")
             with errors_begin_with(at):
-                words_of("convert", ["SRC", "OUT"], {}, options)
-                asked = options_from(ConvertOptions, {"src": "SRC", "out": "OUT", **options})
-                recipe, assign = asked.asked, asked.assign
-                if not recipe.names_layers:
-                    raise UserError("names no layers; give ladder, delayed, spd or a recipe (dense is always a point)")
-            yield LayoutChoice(at, name, options, recipe, assign)
+                recipe = options.asked
+            if not recipe.names_layers:
+                raise UserError(
+                    f"{at}: names no layers; give ladder, delayed, spd or a recipe (dense is always a point)"
+                )
+            yield LayoutEntry(at, name, options, recipe)
 
 
-def _ways(entries: list[tuple[str, Any]], data: Given, names: Sequence[str]) -> Iterator[AdaptChoice]:
+def _ways(entries: list[tuple[str, Any]], data: Given, names: Sequence[str]) -> Iterator[AdaptWay]:
     """Yield a way of adapting for each combination of the values that are lists.
 
     data: the data of stages that name none.
@@ -287,47 +313,47 @@ def _ways(entries: list[tuple[str, Any]], data: Given, names: Sequence[str]) -> 
     which is a list of stages or a mapping with ``stages``.
     """
     for at, entry in entries:
-        given = mapping(entry, at) if isinstance(entry, Mapping) else {"stages": entry}
-        layouts = _take_layouts(given, at, names)
-        if "stages" in given and len(given) > 1:
+        values = mapping(entry, at) if isinstance(entry, Mapping) else {"stages": entry}
+        layouts = _take_layouts(values, at, names)
+        if "stages" in values and len(values) > 1:
             raise UserError(f"{at}: only layouts may stand beside stages; put the other options into them")
-        stages = given.get("stages", given)
+        stages = values.get("stages", values)
         if stages in (AS_CONVERTED, {"method": AS_CONVERTED}):
-            yield AdaptChoice((), layouts)
+            yield AdaptWay((), layouts)
             continue
         if not isinstance(stages, list):
             stages = [stages]
-        places = [f"{at}: stages[{place}]" if len(stages) > 1 else at for place in range(len(stages))]
-        axes = [list(_stages(stage, place, data)) for stage, place in zip(stages, places, strict=True)]
-        if any(stage.method == ALIGN for axis in axes[1:] for stage in axis):
-            raise UserError(f"{at}: align solves anew what the stages before it have trained; put it first")
+        axes = []
+        for number, stage in enumerate(stages):
+            axes.append(list(_stages(stage, f"{at}: stages[{number}]" if len(stages) > 1 else at, data)))
+            if number and axes[-1][0].options.method == ALIGN:
+                raise UserError(f"{at}: align solves anew what the stages before it have trained; put it first")
         for chain in itertools.product(*axes):
-            yield AdaptChoice(chain, layouts)
+            yield AdaptWay(chain, layouts)
 
 
-def _stages(entry: Any, at: str, data: Given) -> Iterator[AdaptStage]:
+def _stages(entry: Any, at: str, data: Given) -> Iterator[AdaptEntry]:
     """Yield a stage for each combination of its values. Raises UserError for one that is not valid."""
-    given = {**data, **absolute(mapping(entry, at) if isinstance(entry, Mapping) else {"method": entry})}
-    method = given.pop("method", None)
+    common = {**data, **(mapping(entry, at) if isinstance(entry, Mapping) else {"method": entry})}
+    method = common.get("method")
     if method not in get_args(Method):
         near = near_names(str(method), get_args(Method))
         raise UserError(f"{at}: method is {method!r}{near}, but must be one of {', '.join(get_args(Method))}")
-    promote = read_value(int | None, given.pop("promote", None), f"{at}: promote")
+    promote = read_value(int | None, common.pop("promote", None), f"{at}: promote")
     if promote is not None and promote < 1:
         raise UserError(f"{at}: promote is {promote}, but must be at least 1")
-    for options in grid(given, "adapt"):
-        with errors_begin_with(at):
-            adapt_options(parsed_options(adapt_words("MODEL", "OUTPUT", method, "DENSE", options, True)[0]))
-        yield AdaptStage(cast(Method, method), options, promote)
+    is_taught = common.get("distill_weight") != 0
+    dense = {"distill_from": "DENSE"} if is_taught else {}
+    for values in grid(common, "adapt"):
+        options = _options(AdaptOptions, "adapt", values, at, model="MODEL", out="OUT", **dense)
+        typed = [flag(key) if value is True else f"{flag(key)} {value}" for key, value in values.items()]
+        yield AdaptEntry(options, tuple(typed), promote)
 
 
-def _benches(entries: list[tuple[str, Any]], names: Sequence[str]) -> Iterator[BenchChoice]:
+def _benches(entries: list[tuple[str, Any]], names: Sequence[str]) -> Iterator[BenchEntry]:
     for at, entry in entries:
-        given = absolute(mapping(entry, at))
-        layouts = _take_layouts(given, at, names)
-        for options in grid(given, "bench"):
-            with errors_begin_with(at):
-                words_of("bench", ["DENSE", "MODEL"], {}, options)
-                made = options_from(BenchOptions, {"models": ["DENSE", "MODEL"], **options})
-                made.check_named()
-            yield BenchChoice(at, made, options, layouts)
+        common = mapping(entry, at)
+        layouts = _take_layouts(common, at, names)
+        for values in grid(common, "bench"):
+            options = _options(BenchOptions, "bench", values, at, models=["DENSE", "MODEL"])
+            yield BenchEntry(at, options, absolute(values), layouts)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -45,7 +46,7 @@ def hf_training(folder: Path, dense: Path, device: torch.device, *, everything: 
     """The Hugging Face model in training beside its teacher, in float32, on an Accelerator of the device."""
     reset_accelerate()
     try:
-        accelerator = open_accelerator(device.type)
+        accelerator = open_accelerator(SimpleNamespace(device=device.type, log_with=()))
         assert accelerator.device.type == device.type
         checkpoint, teacher = open_checkpoint(str(folder)), open_checkpoint(str(dense))
         model = open_model(checkpoint, Layout.from_config(checkpoint.config), device, torch.float32)

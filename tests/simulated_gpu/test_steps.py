@@ -12,8 +12,8 @@ from ladderize.adapt.layers.align import align
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob
 from ladderize.adapt.layers.options import AlignOptions
 from ladderize.adapt.layers.windows import Windows
+from ladderize.adapt.options import Objective
 from ladderize.adapt.train.loop import Loop, micro_batches
-from ladderize.adapt.train.options import Objective
 from ladderize.adapt.train.teacher_cache import answer
 from ladderize.adapt.train.tensor_parallel import TensorParallelTraining
 from ladderize.blocks import Blocks
@@ -33,9 +33,8 @@ from tests.simulated_gpu.groups import Alike, AlikeRanks, collectives
 from tests.simulated_gpu.models import LAYERS, RANKS, hf_training, seed
 
 HOST = torch.device("cpu")
-OPTIONS = SimpleNamespace(
-    batch_size=6, micro_batch_size=2, max_grad_norm=1e-3, seed=3, objective=Objective(0.4), rate=lambda *given: 1e-3
-)
+OPTIONS = SimpleNamespace(max_grad_norm=1e-3, seed=3, objective=Objective(0.4))
+PACE = SimpleNamespace(batch_size=6, micro_batch_size=2, rate=lambda *given: 1e-3, options=OPTIONS)
 
 
 def some_rows():
@@ -103,7 +102,7 @@ def test_the_host_waits_once(folders, monkeypatch, name, make):
     """Answers: a dense model's, that the rows bring."""
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # transformers' own threads do not see the simulated GPU
     rows = some_rows()
-    assert len(rows) == OPTIONS.batch_size
+    assert len(rows) == PACE.batch_size
     if name == "answers":
         rows = [row | random_answers(row) for row in rows]
 
@@ -112,8 +111,8 @@ def test_the_host_waits_once(folders, monkeypatch, name, make):
         with make(folders.get(name, folders["spd"]), folders["dense"], device, gpu) as model:
             if name == "answers":
                 model.teacher = None
-            loop, batches = Loop(model, rows, [], OPTIONS, None, SILENT, {}), micro_batches(rows, OPTIONS, model, 0)
-            loop.accelerator.gradient_accumulation_steps = OPTIONS.batch_size // OPTIONS.micro_batch_size
+            loop, batches = Loop(model, rows, [], PACE, None, SILENT, {}), micro_batches(rows, PACE, model, 0)
+            loop.accelerator.gradient_accumulation_steps = PACE.batch_size // PACE.micro_batch_size
             for _ in range(2):
                 if gpu is not None:
                     gpu.syncs.clear()

@@ -48,7 +48,7 @@ def test_it_is_an_alignment_and_a_retraining_of_that(place, done, tmp_path):
 def test_a_finished_alignment_is_not_made_again(place, done, tmp_path, monkeypatch):
     """Stopped after the alignment, the same command trains on from there; done, it finds both."""
     with monkeypatch.context() as patch:
-        patch.setattr("ladderize.adapt.train.run.retrain", lambda *_: 1 / 0)
+        patch.setattr(run, "make_model", lambda *_: 1 / 0)
         assert aligned(place, tmp_path / "out").code != 0
     assert listing(tmp_path) == ["out-aligned"]
     monkeypatch.setattr("ladderize.adapt.layers.align.aligned_layers", lambda *_, **__: pytest.fail("aligned again"))

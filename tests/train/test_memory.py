@@ -11,11 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ladderize.adapt.options import AdaptOptions
 from ladderize.adapt.train import run
 from ladderize.adapt.train.loop import Loop
 from ladderize.adapt.train.memory import OTHER_BYTES, estimate
-from ladderize.adapt.train.options import RetrainOptions
-from ladderize.adapt.train.task import RetrainJob
 from ladderize.console import SILENT
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
@@ -38,10 +37,11 @@ def larger(tmp_path_factory):
     return folder
 
 
-def options(larger, **more):
+def options(larger, model, out, **more):
     given = {"max_steps": 2, "batch_size": 2 * ROWS, "micro_batch_size": ROWS, "seq_len": TOKENS}
     given |= {"distill_from": str(larger / "dense"), "heldout": 0, "write": "last"}
-    return RetrainOptions(data=(str(larger / "ids.npy"),), device="cpu", **{**given, **more})
+    paths = {"model": str(larger / model), "out": str(out), "data": (str(larger / "ids.npy"),)}
+    return AdaptOptions(device="cpu", verify=False, **{**paths, **given, **more})
 
 
 class Peak(TorchDispatchMode):
@@ -79,7 +79,7 @@ def state_of(model, teacher):
         yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
 
 
-def peak_and_estimate(model, out, options):
+def peak_and_estimate(options):
     """Bytes of the second step of a training, and those that were estimated."""
     found, teachers = [], [None]
 
@@ -91,7 +91,7 @@ def peak_and_estimate(model, out, options):
         found.append(peak.peak)
         return metrics
 
-    def made(task, *given, original=run.make_loop):
+    def made(task, *given, original=run.make_model):
         found.append(estimate(task)["memory_bytes"] - OTHER_BYTES)
         return original(task, *given)
 
@@ -101,10 +101,10 @@ def peak_and_estimate(model, out, options):
 
     with (
         mock.patch.object(Loop, "step", step),
-        mock.patch.object(run, "make_loop", made),
+        mock.patch.object(run, "make_model", made),
         mock.patch.object(run, "make_teacher", taught),
     ):
-        run.retrain(CPU, RetrainJob(str(model), str(out), options, False, False), SILENT)
+        run.retrain(CPU, options, SILENT)
     expected, peak = found
     return peak, expected
 
@@ -123,7 +123,7 @@ def test_the_estimate_is_the_peak_of_a_step(larger, tmp_path, model, more):
     dtype = random.choice(["float32", "bfloat16"])
     if "teacher_cache" in more:
         more = {"teacher_cache": str(tmp_path / "answers")}
-    peak, expected = peak_and_estimate(larger / model, tmp_path / "out", options(larger, dtype=dtype, **more))
+    peak, expected = peak_and_estimate(options(larger, model, tmp_path / "out", dtype=dtype, **more))
     assert 0.7 * peak <= expected <= 1.6 * peak, dtype
 
 

@@ -14,8 +14,9 @@ from torch.nn.functional import cross_entropy
 
 import ladderize
 from ladderize.adapt.data.training_data import open_data
-from ladderize.adapt.train.loop import Order
-from ladderize.adapt.train.options import RetrainOptions
+from ladderize.adapt.options import AdaptOptions
+from ladderize.adapt.train.loop import row_order
+from ladderize.adapt.train.pace import Pace
 from ladderize.adapt.train.states import read_metrics
 from ladderize.adapt.train.training_model import BETAS, EPSILON
 from ladderize.checkpoint.opening import open_checkpoint
@@ -34,7 +35,7 @@ def test_training_is_a_plain_loop(place, tmp_path):
     files = [str(place / "ids.npy")], None
     how = {"seq_len": 2 * LENGTH, "vocab_size": checkpoint.config["vocab_size"], "seed": 0, "heldout": 0}
     rows, *_ = open_data(*files, **how)
-    order = iter(Order(len(rows), 0, 0))
+    order = row_order(len(rows), 0)
     model, dense = ladderize.load(place / "both").train(), ladderize.load(place / "dense")
     names = dict(model.named_parameters())
     groups = [{"params": [p for p in names.values() if (p.ndim > 1) == wide]} for wide in (True, False)]
@@ -125,12 +126,12 @@ def test_token_budget_and_document(place, tmp_path):
 )
 def test_validation_takes_at_most_a_tenth_of_the_time(steps, given, rows, validations):
     sizes = {"batch_size": 8, "seq_len": 256, "max_steps": steps, "device": "cpu"}
-    options = RetrainOptions(data=("ids.npy",), distill_from="dense", **sizes, **given)
-    resolved = options.resolve(SHAPE | {"model_type": "llama", "max_position_embeddings": 512}, 1)
-    assert resolved.validations(256) == (rows, validations)
+    options = AdaptOptions(model="m", out="o", data=("ids.npy",), distill_from="dense", **sizes, **given)
+    pace = Pace.of(options, SHAPE | {"model_type": "llama", "max_position_embeddings": 512}, 1)
+    assert pace.validations(256) == (rows, validations)
     if not given and rows > 1:
         assert rows * (validations + 1.5) <= 0.1 * steps * 8
-    assert resolved.validations(0)[0] == 0
+    assert pace.validations(0)[0] == 0
 
 
 def test_the_same_rows_are_scored_before_and_after(place, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ladderize.adapt.train import run, teacher_cache
+from ladderize.adapt.train import teacher_cache
 from ladderize.adapt.train.states import read_metrics
 from ladderize.adapt.train.teacher_cache import answer
 from ladderize.checkpoint import tensors
@@ -37,7 +37,7 @@ def test_whole_answers_teach_what_the_model_does(place, tmp_path, small_parts, m
         found, expected = (read_metrics(tmp_path / name / "metrics.jsonl", key) for name in ("told", "loaded"))
         assert found == pytest.approx(expected, rel=1e-3), key
     assert told["options"]["teacher_cache"] == str(tmp_path / "answers")
-    with mock.patch.object(run, "make_teacher", side_effect=AssertionError("the dense model was loaded")):
+    with mock.patch.object(teacher_cache, "make_teacher", side_effect=AssertionError("the dense model was loaded")):
         succeed(place, tmp_path / "again", *taught(place, tmp_path / "answers", *more))
     assert same_weights(all_tensors(tmp_path / "again"), all_tensors(tmp_path / "told"))
 
@@ -55,12 +55,12 @@ def test_a_killed_run_goes_on_and_a_longer_one_adds(place, tmp_path, small_parts
     with mock.patch.object(teacher_cache, "_answers", count):
         assert "killed" in one_sentence(adapt(place, tmp_path / "out", *taught(place, answers), steps=2))
         succeed(place, tmp_path / "out", *taught(place, answers), steps=2)
-        assert asked == [3, 3, 3, 3, 3, 2]  # 8 rows to train on and 4 more, 3 examples held out
+        assert asked == [3, 3, 3, 3, 2]  # 8 rows to train on, whose last file is asked twice; 3 held out
         tokens = ["--max-tokens", 16 * LENGTH]
         succeed(place, tmp_path / "tokens", *taught(place, answers, *tokens), without=["--max-steps"])
-        assert len(asked) == 6  # no more rows than those
+        assert len(asked) == 5  # no more rows than those
         succeed(place, tmp_path / "all", *taught(place, answers), steps=9)
-        assert asked[6:] == [3, 3, 2]
+        assert asked[5:] == [3, 3, 3, 2]
         assert len(listing(answers)) == 1
         shutil.copy(place / "ids.npy", tmp_path / "same.npy")
         succeed(place, tmp_path / "moved", *taught(place, answers, "--data", tmp_path / "same.npy"), steps=1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ladderize.adapt.train.options import RetrainOptions
+from ladderize.adapt.options import AdaptOptions
 from ladderize.adapt.train.run import adapt_checkpoint
 from ladderize.adapt.train.states import read_metrics
 from ladderize.adapt.train.task import Launch, open_task
@@ -35,12 +35,13 @@ BRIEF = {"max_steps": LEAST, "eval_every": 2}
 DOMINO, SEQUENTIAL = "domino", "sequential"
 
 
-def options(place, tp_size=1, schedule=SEQUENTIAL, **more):
+def options(place, model, out, tp_size=1, schedule=SEQUENTIAL, **more):
+    paths = {"model": str(model), "out": str(out), "verify": False}
     files = {"data": (str(place / "ids.npy"),), "eval_data": (str(place / "eval.npy"),), "write": "last"}
     sizes = {"max_steps": STEPS, "batch_size": 4, "micro_batch_size": 2, "seq_len": 2 * LENGTH, "eval_every": 8}
     rates = {"lr": 1e-3, "warmup_steps": 2, "max_grad_norm": CLIPPED[1]}
     how = {"device": "cpu", "tp_size": tp_size, "schedule": schedule}
-    return RetrainOptions(**{**files, **sizes, **rates, **how, **more})
+    return AdaptOptions(**{**paths, **files, **sizes, **rates, **how, **more})
 
 
 def taught(place):
@@ -75,7 +76,7 @@ def alone(models, place, tmp_path_factory):
     """The same runs by one process, on the Hugging Face model."""
     folder = tmp_path_factory.mktemp("alone")
     for name, more in RUNS.items():
-        adapt_checkpoint(str(models[name]), str(folder / name), options(place, **more(place)), verify=False)
+        adapt_checkpoint(options(place, models[name], folder / name, **more(place)))
     return folder
 
 
@@ -112,7 +113,7 @@ def two(models, place, tmp_path_factory):
     folder, runs = tmp_path_factory.mktemp("two"), []
     for name, more in RUNS.items():
         schedule = SEQUENTIAL if name == "full" else DOMINO
-        runs.append((models[name], folder / name, options(place, 2, schedule, **more(place)), {}))
+        runs.append((options(place, models[name], folder / name, 2, schedule, **more(place)), {}))
     nothing_left(run_on(2, *runs))
     return folder
 
@@ -153,14 +154,14 @@ def test_a_teacher_takes_what_is_frozen_and_equal(tmp_path, tied):
 def test_two_by_two_ranks_make_the_steps_of_one(place, alone, tmp_path):
     """Data parallel beside tensor parallel."""
     more = {**taught(place), "micro_batch_size": 1}
-    nothing_left(run_on(4, (place / "both", tmp_path / "out", options(place, 2, **more), {})))
+    nothing_left(run_on(4, (options(place, place / "both", tmp_path / "out", 2, **more), {})))
     same_run(tmp_path / "out", alone / "taught")
 
 
 def test_nan_on_one_rank_stops_all_and_names_the_step(place, tmp_path):
     out = tmp_path / "out"
-    asked = options(place, 2, **{**taught(place), "eval_every": 1})
-    (by_rank,) = run_on(2, (place / "both", out, asked, {"nan_at": (1, 2)}))
+    asked = options(place, place / "both", out, 2, **{**taught(place), "eval_every": 1})
+    (by_rank,) = run_on(2, (asked, {"nan_at": (1, 2)}))
     for ended, in_flight in by_rank:
         assert ended.startswith("UserError: the loss of step 3 is nan; step 3 was not applied; ")
         assert "resume from step 2, saved" in ended
@@ -171,10 +172,10 @@ def test_nan_on_one_rank_stops_all_and_names_the_step(place, tmp_path):
 
 def test_a_killed_run_goes_on(place, alone, tmp_path):
     """With the states of every rank, and the uninterrupted run's steps."""
-    run = place / "both", tmp_path / "out", options(place, 2, DOMINO, **taught(place))
-    (by_rank,) = run_on(2, (*run, {"kill_at": 4}))
+    run = options(place, place / "both", tmp_path / "out", 2, DOMINO, **taught(place))
+    (by_rank,) = run_on(2, (run, {"kill_at": 4}))
     assert {ended for ended, _ in by_rank} == {"Killed: after step 4"}
-    nothing_left(run_on(2, (*run, {})))
+    nothing_left(run_on(2, (run, {})))
     assert losses_of(tmp_path / "out") == pytest.approx(losses_of(alone / "taught"), rel=1e-4)
 
 
@@ -215,5 +216,5 @@ def test_models_that_would_be_trained_otherwise_are_refused(place, tmp_path, cha
     shutil.copytree(place / "upper", tmp_path / "model")
     edit_json(tmp_path / "model" / "config.json", **changes)
     with pytest.raises(UserError, match=re.escape(expected)):
-        open_task(str(tmp_path / "model"), options(place, 2), Launch(2))
-    open_task(str(tmp_path / "model"), options(place), Launch(1))
+        open_task(options(place, tmp_path / "model", "out", 2), Launch(2))
+    open_task(options(place, tmp_path / "model", "out"), Launch(1))

@@ -185,7 +185,6 @@ class SensitivityOptions:
     seq_len: int | None = option(choices.SEQ_LEN)
     seed: int = option("Seed of the windows that are drawn.", 0, panel=DATA, min=0, max=choices.MAX_SEED)
     overwrite: bool = option("Replace what --out names.", False, panel=OUTPUT, decides=False)
-    as_json: bool = option(choices.AS_JSON, False)
     sync_tp_size: int | None = option(
         "TP size to delay and drop sync points for (virtual ranks). Without it only ladder is measured.",
         panel=MEASUREMENT,
@@ -264,7 +263,6 @@ class SpdOptions:
     device: DeviceName | None = option(choices.DEVICE)
     overwrite: bool = option(choices.OVERWRITE, False)
     verify: bool = option(choices.NO_VERIFY, True)
-    as_json: bool = option(choices.AS_JSON, False)
     revision: str | None = option(choices.REVISION)
 
     def __post_init__(self) -> None:

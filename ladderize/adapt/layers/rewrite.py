@@ -173,7 +173,7 @@ def rewrite_layers(
     if task.options.write == "best":
         before, after = divergence["before"], divergence["after"]
         advice, noun = task.method.advice, task.method.noun
-        check_improved("KL", before, after, work=files.folder, advice=advice, what=noun)
+        check_improved("KL", before, after, work=files.folder, advice=advice, method=noun)
     elif perplexity["after"].perplexity > perplexity["before"].perplexity:
         task.console.warn(f"the held-out perplexity rose: {task.method.advice}")
     reports: Any = [files.report(task.method.report, layer) for layer in layers]

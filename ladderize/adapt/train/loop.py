@@ -22,12 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import DistributedType
-from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from ladderize.adapt.data.packing import IGNORED_TARGET, collate
-from ladderize.adapt.train.options import TrainOptions
+from ladderize.adapt.train.pace import Pace
 from ladderize.adapt.train.states import Progress, Scores, TrainingFolder
 from ladderize.adapt.train.training_model import TrainingModel
 from ladderize.boundary import handled
@@ -39,7 +37,8 @@ from ladderize.runtime.training.batch import Batch
 
 HEARD = b"\nstopping after the step under way; the same command goes on from there (Ctrl-C again stops at once)\n"
 FEW_SCORED = 0.05  # the share of scored tokens below which a warning is given
-RECENT, EXPLOSIONS = 50, 3  # earlier steps to compare a loss with; so many losses in a row far above them end the run
+# A loss explodes where EXPLOSIONS in a row lie above three times the median of the RECENT ones before, and 4 nats.
+RECENT, EXPLOSIONS = 50, 3
 HUGE = 1e30
 PASSED_ON_S = 1.0  # within which a launcher passes a signal on
 HostBatch = Mapping[str, Tensor]  # of ``collate``
@@ -75,53 +74,29 @@ class StopRequested(Exception):
     """Raised on all ranks where a signal came during a validation."""
 
 
-class Order(Sampler[int]):
-    """Yields row numbers below ``rows`` endlessly, in a new order every epoch, from position ``first`` on."""
-
-    def __init__(self, rows: int, seed: int, first: int) -> None:
-        self.rows, self.seed, self.first = rows, seed, first
-
-    def __iter__(self) -> Iterator[int]:
-        epoch, done = divmod(self.first, self.rows)
-        while True:
-            yield from np.random.default_rng([self.seed, epoch]).permutation(self.rows)[done:].tolist()
-            epoch, done = epoch + 1, 0
+def row_order(rows: int, seed: int, first: int = 0) -> Iterator[int]:
+    """Yield row numbers below ``rows`` endlessly, in a new order every epoch, from position ``first`` on."""
+    epoch, done = divmod(first, rows)
+    while True:
+        yield from np.random.default_rng([seed, epoch]).permutation(rows)[done:].tolist()
+        epoch, done = epoch + 1, 0
 
 
-class StreamedRows(IterableDataset[Any]):
-    """Rows of a stream, all of which every rank reads.
-
-    Of a ``datasets.IterableDataset`` Accelerate would give each rank files of its own: in another order than one
-    process reads, with rows among them that are held out.
-    """
-
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows)
-
-
-def micro_batches(rows: Any, options: TrainOptions, model: TrainingModel, first: int) -> Iterator[HostBatch]:
-    """Yield this rank's micro-batches, from row ``first`` of the training on.
-
-    rows: as ``open_data`` returns them; a stream is read again up to ``first``.
-    """
-    how: dict[str, Any] = {"batch_size": options.micro_batch_size, "collate_fn": collate, "drop_last": True}
-    if hasattr(rows, "__len__"):
-        loader = DataLoader(rows, sampler=Order(len(rows), options.seed, first), **how)
-    else:
-        loader = DataLoader(StreamedRows(rows.skip(first) if first else rows), **how)
-    # A group of tensor-parallel ranks, which Accelerate does not know of, reads the same rows.
-    prepared = prepare_data_loader(loader, num_processes=model.data_size, process_index=model.data_rank)
-    return iter(prepared)
+def micro_batches(rows: Any, pace: Pace, model: TrainingModel, first: int) -> Iterator[HostBatch]:
+    """Yield this rank's micro-batches, from row ``first`` of the training on. Ranks of different data take
+    turns. A stream is read by each of them from its beginning on: Accelerate would give each one files of its
+    own, in another order than one process reads. rows: as ``open_data`` returns them."""
+    numbered = hasattr(rows, "__len__")
+    rest: Iterator[Any] = row_order(len(rows), pace.options.seed, first) if numbered else iter(rows.skip(first))
+    for turn in itertools.count():
+        batch = list(itertools.islice(rest, pace.micro_batch_size))
+        if turn % model.data_size == model.data_rank:
+            yield collate([rows[number] for number in batch] if numbered else batch)
 
 
 class Loop:
-    """The training of a model: ``run`` trains until the budget is spent.
+    """The training of a model on ``rows``, validated on ``heldout`` ones.
 
-    rows: to train on (``open_data``).
-    heldout: rows to validate on.
     stored: the dtypes in which OUT holds trained tensors, by name; others are float32.
     """
 
@@ -130,56 +105,57 @@ class Loop:
         model: TrainingModel,
         rows: Any,
         heldout: Sequence[Mapping[str, Any]],
-        options: TrainOptions,
+        pace: Pace,
         folder: TrainingFolder,
         console: Console,
         stored: Mapping[str, torch.dtype],
     ) -> None:
-        self.model, self.rows, self.heldout, self.options = model, rows, list(heldout), options
+        self.model, self.rows, self.heldout, self.pace = model, rows, list(heldout), pace
         self.folder, self.console, self.stored = folder, console, stored
-        self.accelerator = model.accelerator
+        self.accelerator, self.objective = model.accelerator, pace.options.objective
         self.progress = Progress()
         self.signalled: Callable[[], bool] = lambda: False
         self.asked_to_stop = False
 
     def run(self) -> Progress:
-        """Train until the budget is spent.
-
-        Raises UserError where the loss is NaN or infinite or explodes, and, after saving, on SIGTERM or Ctrl-C.
-        """
-        progress, options = self.progress, self.options
-        held_out = len(self.heldout)
-        rows, times = options.validations(held_out)
+        progress, pace, options, console = self.progress, self.pace, self.pace.options, self.console
+        count = len(self.heldout)
+        rows, times = pace.validations(count)
         progress.heldout_rows = progress.heldout_rows or rows  # those that an earlier run has scored
-        self.heldout = [self.heldout[k] for k in np.linspace(0, held_out - 1, progress.heldout_rows, dtype=int)]
+        self.heldout = [self.heldout[k] for k in np.linspace(0, count - 1, progress.heldout_rows, dtype=int)]
         if self.heldout:
-            self.console.note(f"validating on {len(self.heldout)} of {held_out} held-out rows")
+            console.note(f"validating on {len(self.heldout)} of {count} held-out rows")
         if progress.step == 0 and self.heldout:
             self.validate_first()
-        total, unit = (options.max_steps, "steps") if options.max_steps else (options.max_tokens or 1, "tokens")
-        batches = micro_batches(self.rows, options, self.model, progress.step * options.batch_size)
-        begun, done = progress.step, progress.step if options.max_steps else min(progress.tokens, total)
+        begun, total, unit, done = progress.step, options.max_steps, "steps", progress.step
+        if total is None:
+            total, unit = options.max_tokens or 1, "tokens"
+            done = min(progress.tokens, total)
+        batches = micro_batches(self.rows, pace, self.model, begun * pace.batch_size)
         with (
-            stop_signals(announce=self.console.speaks) as self.signalled,
-            self.console.progress(unit, total, done=done) as advance,
+            stop_signals(announce=console.speaks) as self.signalled,
+            console.progress(unit, total, done=done) as advance,
         ):
             if progress.unscored:
                 self.validate_step()
-            while (spent := options.share(progress.step, progress.tokens)) < 1 and not self.asked_to_stop:
-                before = progress.tokens
+            share = pace.share(progress.step, progress.tokens)
+            while share < 1 and not self.asked_to_stop:
+                spent, tokens = share, progress.tokens
                 metrics = self.step(batches, spent)
                 self.write(metrics)
                 if progress.step == begun + 1 and progress.scored < FEW_SCORED * progress.tokens:
-                    self.console.warn(
+                    console.warn(
                         f"only {progress.scored:,} of the {progress.tokens:,} tokens so far count in the loss; is the"
                         " loss_mask or the chat template right?"
                     )
-                loss = f"loss ({options.objective.label}) {metrics['loss']:.4f}"
+                loss = f"loss ({self.objective.label}) {metrics['loss']:.4f}"
                 detail = f"step {progress.step}, {loss}, {metrics['tokens_per_s']:,.0f} tokens/s"
-                advance(1 if options.max_steps else progress.tokens - before, detail=detail)
-                share = options.share(progress.step, progress.tokens)
-                every, passed = options.eval_every, int(share * times) > int(spent * times)
-                is_due = share == 1 or (progress.step % every == 0 if every else passed)
+                advance(1 if options.max_steps else progress.tokens - tokens, detail=detail)
+                share = pace.share(progress.step, progress.tokens)
+                if options.eval_every:
+                    is_due = share == 1 or progress.step % options.eval_every == 0
+                else:
+                    is_due = share == 1 or int(share * times) > int(spent * times)
                 progress.unscored = is_due and bool(self.heldout)
                 if progress.unscored and not self.asked_to_stop:
                     self.validate_step()
@@ -200,42 +176,36 @@ class Loop:
         self.asked_to_stop = bool(self.model.sum(signalled) > 0)
 
     def step(self, batches: Iterator[HostBatch], spent: float) -> dict[str, float]:
-        """Make one update and return its metrics.
-
-        spent: the share of the budget spent before.
-        Raises UserError as ``check`` does.
-        """
-        options, model, progress, accelerator = self.options, self.model, self.progress, self.accelerator
-        begin = time.perf_counter()
+        """Make one update and return its metrics. spent: the share of the budget spent before."""
+        options, model, progress, accelerator = self.pace.options, self.model, self.progress, self.accelerator
+        begin, device = time.perf_counter(), accelerator.device
         micros = list(itertools.islice(batches, accelerator.gradient_accumulation_steps))
         # Data-parallel ranks draw different numbers, and a repeated step the same ones.
         torch.manual_seed((options.seed * 1_000_003 + progress.step) * 4096 + model.data_rank)
-        rate = options.rate(progress.step, spent)
+        rate = self.pace.rate(progress.step, spent)
         for group in model.optimizer.param_groups:  # DeepSpeed updates within the last backward pass
             group["lr"] = rate
+        targets = torch.cat([micro["targets"].flatten() for micro in micros])
         # scored targets, and all that are not padding
-        counts = [[(micro["targets"] >= least).sum() for least in (0, IGNORED_TARGET)] for micro in micros]
-        scored, tokens = model.sum(torch.tensor(counts, dtype=torch.float64).sum(0).to(accelerator.device))
-        sums = torch.zeros(3, device=accelerator.device, dtype=torch.float64)
+        counts = torch.stack([(targets >= 0).sum(), (targets >= IGNORED_TARGET).sum()]).double()
+        scored, tokens = model.sum(counts.to(device))
+        sums = torch.zeros(3, device=device, dtype=torch.float64)
         for micro in micros:
-            batch = Batch.of(micro, accelerator.device)
+            batch = Batch.of(micro, device)
             with accelerator.accumulate(model.student):
                 losses = model.losses(batch)
                 # Gradients are averaged over ranks and micro-batches; multiplied so, they are those of the mean over
                 # the step's tokens.
                 scale = model.data_size * len(micros)
-                accelerator.backward((options.objective.total(*losses / scored) * scale).float())
+                accelerator.backward((self.objective.total(*losses / scored) * scale).float())
             sums[:2] += losses.detach()
         sums[2] = self.signalled()
-        length = model.clip(options.max_grad_norm).double().to(sums.device)
+        length = model.clip(options.max_grad_norm).double().to(device)
         # The only place in a step where the host waits for the device.
         together = torch.cat((model.sum(sums), length.reshape(1), scored[None], tokens[None]))
         entropy, divergence, stop, norm, scored, tokens = together.tolist()
         entropy, divergence = entropy / scored, divergence / scored
-        loss = options.objective.total(entropy, divergence)
-        is_bad = not (math.isfinite(loss) and math.isfinite(norm))
-        if is_bad and progress.step and accelerator.distributed_type != DistributedType.DEEPSPEED:  # which has updated
-            self.folder.save(progress, model)  # the weights are still those of the step before
+        loss = self.objective.total(entropy, divergence)
         self.check(loss, norm)
         model.optimizer.step()
         # DDP keeps gradients in its buckets: set to None, they would be allocated again beside these.
@@ -247,17 +217,18 @@ class Loop:
         progress.seconds += seconds
         progress.recent = [*progress.recent, loss][-RECENT:]
         self.asked_to_stop = stop > 0
-        values = {"step": progress.step, "loss": loss, "cross_entropy": entropy}
-        if options.objective.distill_weight:
-            values["divergence"] = divergence
-        return values | {
+        return {
+            "step": progress.step,
+            "loss": loss,
+            "cross_entropy": entropy,
+            **({"divergence": divergence} if self.objective.distill_weight else {}),
             "lr": rate,
             "gradient_norm": norm,
             "tokens": progress.tokens,
             "scored_tokens": progress.scored,
             "seconds": seconds,
             "tokens_per_s": tokens / seconds,
-            "peak_memory_bytes": peak_bytes(accelerator.device) or 0,
+            "peak_memory_bytes": peak_bytes(device) or 0,
         }
 
     def check(self, loss: float, norm: float) -> None:
@@ -265,66 +236,59 @@ class Loop:
         exploded."""
         step, recent = self.progress.step + 1, self.progress.recent
         last, before = [*recent, loss][-EXPLOSIONS:], recent[:-EXPLOSIONS]
+        median = statistics.median(before) if len(before) >= 10 else math.inf
+        is_bad = not (math.isfinite(loss) and math.isfinite(norm))
         if not math.isfinite(loss):
-            what = f"the loss of step {step} is {loss}"
-        elif not math.isfinite(norm):
-            what = f"the gradient of step {step} is {norm}"
-        elif all(value > explosion_bound(before) for value in last):
+            problem = f"the loss of step {step} is {loss}"
+        elif is_bad:
+            problem = f"the gradient of step {step} is {norm}"
+        elif min(last) > median + max(2 * median, 4.0):
             values = ", ".join(f"{value:.3g}" for value in last)
-            what = f"the loss exploded: {values}, after a median of {statistics.median(before):.3g}"
+            problem = f"the loss exploded: {values}, after a median of {median:.3g}"
         else:
             return
+        if is_bad and step > 1 and self.accelerator.distributed_type != DistributedType.DEEPSPEED:  # which has updated
+            self.folder.save(self.progress, self.model)  # the weights are still those of the step before
         state = self.folder.latest()
         advice = "begin again" if state is None else f"resume from step {state}, saved in {self.folder.folder},"
-        raise UserError(f"{what}; step {step} was not applied; {advice} with a lower --lr")
+        raise UserError(f"{problem}; step {step} was not applied; {advice} with a lower --lr")
 
     # ---- validation ----
 
     def validate_first(self) -> None:
-        """Score the held-out rows before the first step, also under the teacher."""
-        progress, has_teacher, target = self.progress, self.options.distill_from is not None, ""
+        progress, has_teacher, target = self.progress, self.pace.options.distill_from is not None, ""
         passes = 2 if has_teacher else 1
         with self.console.progress("validating before the first step", passes * len(self.heldout)) as advance:
             if has_teacher:
-                sums = torch.zeros(2, device=self.accelerator.device, dtype=torch.float64)
-                for batch in self.heldout_batches(advance):
-                    sums[0] += self.model.teacher_entropy(batch)
-                    sums[1] += len(batch.scored)
-                entropy, tokens = self.model.sum(sums).tolist()
-                progress.dense_perplexity = Scores(entropy / tokens, 0.0, round(tokens)).perplexity
-                target = f"; dense model (target) {progress.dense_perplexity:.4f}"
+                dense = self.scores(advance, self.model.teacher_losses)
+                progress.dense_perplexity = dense.perplexity
+                target = f"; dense model (target) {dense.perplexity:.4f}"
             progress.before = self.validate(advance)
-        self.console.note(f"before training: {progress.before.text(self.options.objective)}{target}")
+        self.console.note(f"before training: {progress.before.text(self.objective)}{target}")
 
     def validate_step(self) -> None:
         """Score the held-out rows after a step, unless a signal comes."""
         progress = self.progress
         with suppress(StopRequested):
             with self.console.progress("validating", len(self.heldout)) as advance:
-                text = self.validate(advance).text(self.options.objective)
+                text = self.validate(advance).text(self.objective)
             progress.unscored = False
             self.console.note(f"step {progress.step}: {text} after {progress.tokens:,} tokens")
 
     def validate(self, advance: Callable[[int], None]) -> Scores:
         """Score the held-out rows with the weights as OUT would hold them, record the scores, and keep the best
-        weights.
-
-        advance: is called with the number of rows scored.
-        """
-        progress, model, objective = self.progress, self.model, self.options.objective
-        with model.evaluating(self.stored):
+        weights. advance: is called with the number of rows scored."""
+        progress, objective = self.progress, self.objective
+        with self.model.evaluating(self.stored):
             progress.last = scores = self.score(advance)
             if progress.best is None or scores.criterion(objective) < progress.best.criterion(objective):
                 progress.best = scores
                 if progress.step:
-                    self.folder.save_weights(progress.step, model, self.stored)
+                    self.folder.save_weights(progress.step, self.model, self.stored)
                     progress.kept_step = progress.step
-        values = {
-            "step": progress.step,
-            "heldout_perplexity": scores.perplexity,
-            "heldout_cross_entropy": scores.cross_entropy,
-        }
-        if self.options.distill_from is not None:
+        values = {"step": progress.step, "heldout_perplexity": scores.perplexity}
+        values["heldout_cross_entropy"] = scores.cross_entropy
+        if self.pace.options.distill_from is not None:
             values["heldout_divergence"] = scores.divergence
         if not progress.step and progress.dense_perplexity is not None:
             values["dense_heldout_perplexity"] = progress.dense_perplexity
@@ -332,10 +296,13 @@ class Loop:
         return scores
 
     def score(self, advance: Callable[[int], None]) -> Scores:
-        """Return the losses of the held-out rows under the current weights; every rank scores a part."""
+        return self.scores(advance, self.model.losses)
+
+    def scores(self, advance: Callable[[int], None], losses: Callable[[Batch], Tensor]) -> Scores:
+        """Return the losses of the held-out rows; every rank scores a part."""
         sums = torch.zeros(3, device=self.accelerator.device, dtype=torch.float64)
         for batch in self.heldout_batches(advance):
-            sums[:2] += self.model.losses(batch)
+            sums[:2] += losses(batch)
             sums[2] += len(batch.scored)
         # a state cannot hold what is not finite
         entropy, divergence, scored = self.model.sum(sums).nan_to_num(HUGE, HUGE).tolist()
@@ -346,7 +313,7 @@ class Loop:
 
         FSDP gathers parameters in every forward pass, so a rank with no rows left takes part with an empty micro-batch.
         """
-        size, model = self.options.micro_batch_size, self.model
+        size, model = self.pace.micro_batch_size, self.model
         for start in range(0, len(self.heldout), size * model.data_size):
             begin = start + model.data_rank * size
             yield Batch.of(collate(self.heldout[begin : begin + size]), self.accelerator.device)
@@ -355,22 +322,11 @@ class Loop:
             if self.asked_to_stop:
                 raise StopRequested
 
-    # ---- what is said ----
-
     def write(self, values: Mapping[str, float]) -> None:
-        """Add a line to metrics.jsonl, and pass it on to the trackers."""
         if self.accelerator.is_main_process:
             # JSON has no infinity
             line = {key: value if math.isfinite(value) else None for key, value in values.items()}
             with self.folder.metrics.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        self.accelerator.log({key: value for key, value in values.items() if key != "step"}, step=int(values["step"]))
-
-
-def explosion_bound(recent: Sequence[float]) -> float:
-    """Return the loss above which a step is far from ``recent`` ones: three times their median, and at least 4 nats
-    above it; infinite where they are too few."""
-    if len(recent) < 10:
-        return math.inf
-    median = statistics.median(recent)
-    return median + max(2 * median, 4.0)
+        logged = dict(values)
+        self.accelerator.log(logged, step=int(logged.pop("step")))

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from ladderize.adapt.methods import METRICS
-from ladderize.adapt.train.options import Objective
+from ladderize.adapt.options import Objective
 from ladderize.adapt.train.training_model import TrainingModel
 from ladderize.checkpoint.tensors import write_tensors
 from ladderize.console import sentence, to_json
@@ -28,7 +28,9 @@ TRAINING_COMMAND = "adapt --method full or lora"
 STATE, STATES_KEPT = "state.json", 2
 STATE_BYTES, WEIGHT_BYTES = 12, 4  # per trained number: a state (weights and two moments), and weights alone
 DIGITS = 8 * "[0-9]"
-STEP, STEP_WEIGHTS = f"step-{DIGITS}", f"weights-{DIGITS}.safetensors"
+STATES = f"step-{DIGITS}/{STATE}"
+# what reading a state that is cut off, or of something else, raises
+DAMAGED = OSError, ValueError, KeyError, RuntimeError, EOFError, UserError, SafetensorError, pickle.UnpicklingError
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,15 @@ class Scores(Record):
         return value if math.isfinite(value) else math.inf
 
     def text(self, objective: Objective) -> str:
-        """Return the scores in words: the perplexity, and the criterion where it is another value."""
-        known = f"{objective.label} {self.criterion(objective):.4g}, " if objective.distill_weight else ""
-        return f"held-out {known}perplexity {self.perplexity:.4f}"
+        criterion = f"{objective.label} {self.criterion(objective):.4g}, " if objective.distill_weight else ""
+        return f"held-out {criterion}perplexity {self.perplexity:.4f}"
 
 
 @dataclass
 class Progress(Record):
     """The progress of a training.
 
+    model: the fingerprint of the trained checkpoint, as it was at the beginning.
     seconds: spent in steps, over all runs.
     before, best, last: scores before the first step, at the best validation by the criterion, and at the last one.
     dense_perplexity: the teacher's, on the same rows.
@@ -69,6 +71,7 @@ class Progress(Record):
     metrics_bytes: the length of metrics.jsonl.
     """
 
+    model: str = ""
     step: int = 0
     tokens: int = 0
     scored: int = 0
@@ -93,33 +96,33 @@ class TrainingFolder(Unfinished):
     def metrics(self) -> Path:
         return self.folder / METRICS
 
-    def state_path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
-
     def weights(self, step: int) -> Path:
         return self.folder / f"weights-{step:08d}.safetensors"
 
+    def states(self) -> list[Path]:
+        """Return the folders of whole states, the last one last."""
+        return [path.parent for path in sorted(self.folder.glob(STATES))]
+
     def latest(self) -> int | None:
         """Return the last step from which training can resume; None where there is none."""
-        return latest_step(self.folder)
+        states = self.states()
+        return int(states[-1].name[len("step-") :]) if states else None
 
     def save(self, progress: Progress, model: TrainingModel) -> None:
-        """Write this step's state, whole or not at all. All ranks call it.
-
-        The last ``STATES_KEPT`` states and the best weights are kept.
-        """
+        """Write this step's state, whole or not at all. All ranks call it. The last ``STATES_KEPT`` states and
+        the best weights are kept."""
         if self.at == progress.step:
             return  # while it is written again a killed run would lose it
-        accelerator, path = model.accelerator, self.state_path(progress.step)
-        part = path.with_suffix(".part")
+        accelerator, path = model.accelerator, self.folder / f"step-{progress.step:08d}"
+        unfinished = path.with_suffix(".part")
         if accelerator.is_main_process:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir()
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
         accelerator.wait_for_everyone()
         try:
-            model.save(part)
+            model.save(unfinished)
         except BaseException as error:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
             if isinstance(error, RuntimeError | SafetensorError):  # a full disk, in the words of torch and safetensors
                 raise UserError(
                     f"the state of step {progress.step} cannot be written to {self.folder}: {sentence(error)}; the run"
@@ -131,63 +134,45 @@ class TrainingFolder(Unfinished):
             self.metrics.touch()
             fsync(self.metrics)  # the metrics of the saved steps must be on disk before the state is
             progress.metrics_bytes = self.metrics.stat().st_size
-            (part / STATE).write_text(to_json(progress.to_dict()) + "\n")
-            fsync_tree(part)
+            (unfinished / STATE).write_text(to_json(progress.to_dict()) + "\n")
+            fsync_tree(unfinished)
             shutil.rmtree(path, ignore_errors=True)
-            part.rename(path)
+            unfinished.rename(path)
             fsync(self.folder)
-            for old in sorted(self.folder.glob(STEP))[:-STATES_KEPT]:
+            for old in self.states()[:-STATES_KEPT]:
                 shutil.rmtree(old)
-            for old in set(self.folder.glob(STEP_WEIGHTS)) - {self.weights(progress.kept_step or 0)}:
-                old.unlink()
+            for old in self.folder.glob(f"weights-{DIGITS}.safetensors"):
+                if old != self.weights(progress.kept_step or 0):
+                    old.unlink()
         accelerator.wait_for_everyone()
         self.at = progress.step
 
     def load(self, step: int, model: TrainingModel) -> Progress:
-        """Load the state of a step and return its progress; raises UserError for a damaged one."""
-        path = self.state_path(step)
+        path = self.folder / f"step-{step:08d}"
         try:
             progress = Progress.from_dict(read_json(path / STATE), STATE)
             model.load(path)
-        except (
-            *(OSError, ValueError, KeyError, RuntimeError, EOFError, UserError),
-            *(SafetensorError, pickle.UnpicklingError),
-        ) as error:
+        except DAMAGED as error:
             raise UserError(
                 f"{path} is damaged ({sentence(error)[:200]}); delete it to resume from the state before it"
             ) from None
         self.at = step
         return progress
 
-    def cut_metrics(self, progress: Progress) -> None:
-        """Drop what a killed run has written to metrics.jsonl after its last state."""
-        if self.lock is not None:  # of the main process
-            self.metrics.touch()
-            os.truncate(self.metrics, min(self.metrics.stat().st_size, progress.metrics_bytes))
-
     def save_weights(self, step: int, model: TrainingModel, stored: Mapping[str, torch.dtype]) -> None:
-        """Write the trained tensors in their ``stored`` dtypes, or float32, one after the other.
-
-        They are gathered from the ranks, so all ranks call it; the main one writes.
-        Raises UserError where the disk is full.
-        """
-        path = self.weights(step)
+        """Write the trained tensors in their ``stored`` dtypes, or float32, one after the other. They are
+        gathered from the ranks, so all ranks call it; the main one writes."""
         if not model.accelerator.is_main_process:
             for name in model.shapes:
                 model.whole(name)
             return
-        part = path.with_name(path.name + ".part")
+        path = self.weights(step)
+        unfinished = path.with_name(path.name + ".part")
         infos = {name: (stored.get(name, torch.float32), shape) for name, shape in model.shapes.items()}
-        write_tensors(part, infos, lambda name: model.whole(name).to(infos[name][0]))
-        os.replace(part, path)
-
-
-def latest_step(folder: Path) -> int | None:
-    """Return the last step whose state lies whole in a work folder; None where there is none."""
-    steps = [int(path.name[5:]) for path in folder.glob(STEP) if (path / STATE).is_file()]
-    return max(steps, default=None)
+        write_tensors(unfinished, infos, lambda name: model.whole(name).to(infos[name][0]))
+        os.replace(unfinished, path)
 
 
 def read_metrics(path: Path, key: str) -> list[float]:
-    lines = map(json.loads, path.read_text().splitlines())
-    return [line[key] for line in lines if line.get(key) is not None]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [row[key] for row in rows if row.get(key) is not None]

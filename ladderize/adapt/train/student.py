@@ -38,8 +38,7 @@ class ScoredLogits(nn.Module):
 
     def __init__(self, model: Any, compute: torch.dtype) -> None:
         super().__init__()
-        self.model, self.compute = model, compute
-        self.config = model.config
+        self.model, self.compute, self.config = model, compute, model.config
         self.vocabulary = Collectives(), 0, int(model.config.vocab_size)
         self.scale = decoder_of(model.config.to_dict()).logits_scale
         # what Accelerate asks of a transformers model in order to shard it
@@ -65,8 +64,7 @@ class ScoredLogits(nn.Module):
 
 
 class Student(LossModule, ScoredLogits):  # type: ignore[misc]
-    """The model in training with its losses. It is wrapped as a whole, so that gradients and parameters are in one
-    place."""
+    """The model in training, whose pass returns its losses."""
 
 
 # ---- the models ----
@@ -74,20 +72,18 @@ class Student(LossModule, ScoredLogits):  # type: ignore[misc]
 
 def open_model(checkpoint: Checkpoint, layout: Layout, device: Any, dtype: torch.dtype) -> Any:
     """Return the model of a checkpoint with its weights in ``dtype``, of our own class even where it is dense.
-
-    device: None leaves the weights to Accelerate, which shards them.
-    """
+    device: None leaves the weights to Accelerate, which shards them."""
     blocks = Blocks(checkpoint, torch.float32, torch.device("cpu"))
-    kind, had_bars = ladderized_class(blocks.family, "ForCausalLM"), logging.is_progress_bar_enabled()
+    had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model = kind.from_pretrained(
+        model = ladderized_class(blocks.family, "ForCausalLM").from_pretrained(
             checkpoint.folder,
             config=blocks.model_config(layout),
             dtype=dtype,
             use_safetensors=True,
             attn_implementation="sdpa",
-            **({} if device is None else {"device_map": {"": device}}),
+            device_map=None if device is None else {"": device},
         )
     finally:
         if had_bars:
@@ -113,11 +109,8 @@ def make_student(
     seed: int = 0,
     gradient_checkpointing: bool = False,
 ) -> Student:
-    """Return the model in training.
-
-    trained: tensors that change.
-    lora: a ``peft.LoraConfig``, whose adapters change instead.
-    """
+    """Return the model in training. trained: tensors that change. lora: a ``peft.LoraConfig``, whose adapters
+    change instead."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
         parameter.data = parameter.data.to(torch.float32 if name in trained else compute)
@@ -131,17 +124,14 @@ def make_student(
 
 
 def make_teacher(model: Any, compute: torch.dtype, student: Student | None) -> ScoredLogits:
-    """Return the dense model, frozen.
-
-    student: shares its frozen parameters where both have equal ones.
-    """
-    own = {}
+    """Return the dense model, frozen. student: shares its frozen parameters where both have equal ones."""
+    frozen = {}
     if student is not None:
         named = student.model.named_parameters()
-        own = {name.replace(".base_layer.", "."): value for name, value in named if not value.requires_grad}
+        frozen = {name.replace(".base_layer.", "."): value for name, value in named if not value.requires_grad}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
-        other, value = own.get(name), parameter.data.to(compute)
+        other, value = frozen.get(name), parameter.data.to(compute)
         # A copy: while one tensor lies in the mapped file, everything read from the file stays in memory.
         parameter.data = other.data if other is not None and torch.equal(value, other) else value.clone()
     return ScoredLogits(model, compute).eval()

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator, DistributedType
 from accelerate.utils import parse_flag_from_env
 
 from ladderize.adapt.lora import lora_config
 from ladderize.adapt.methods import CONVERTED, LORA
+from ladderize.adapt.options import LORA_FIELDS, AdaptOptions
 from ladderize.adapt.teacher import check_pair
-from ladderize.adapt.train.options import FIXED, LORA_FIELDS, RetrainOptions, TrainOptions
+from ladderize.adapt.train.pace import Pace
 from ladderize.adapt.train.student import trained_tensors
 from ladderize.blocks import compute_dtype
 from ladderize.checkpoint.config import stored_dtype
@@ -26,21 +28,12 @@ from ladderize.modeling import tokenizer_hash
 from ladderize.runtime.shards import check_runnable
 from ladderize.runtime.training.model import check_trainable
 
-
-@dataclass(frozen=True)
-class RetrainJob:
-    """The arguments of ``adapt_checkpoint``, which every rank receives."""
-
-    model: str
-    out: str
-    options: RetrainOptions
-    overwrite: bool
-    verify: bool
-
-    @property
-    def aligned(self) -> Path:
-        """The folder of the aligned checkpoint that ``--align`` leaves beside OUT."""
-        return Path(f"{resolved(self.out)}-aligned")
+OF_THE_COMMAND = ("model", "out", "dry_run", "overwrite", "verify")  # options that train nothing
+# A run that resumes must have these in common with the one before. Others may change, as after the loss exploded.
+FIXED = (
+    *("method", "train", "align", "samples", "heldout", "seq_len", "batch_size", "weight_decay", "seed"),
+    *("distill_weight", "tp_size", *LORA_FIELDS),
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +50,15 @@ class Launch:
     accumulation: int = 1
     sharded: bool = False
 
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> "Launch":
+        accumulation: Any = accelerator.gradient_accumulation_steps
+        plugin = accelerator.state.deepspeed_plugin
+        if plugin is not None and plugin.get_value("gradient_accumulation_steps") not in (None, "auto"):
+            accumulation = plugin.get_value("gradient_accumulation_steps")
+        sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        return cls(accelerator.num_processes, accelerator.mixed_precision, int(accumulation), sharded)
+
 
 def sharding_asked() -> bool:
     return any(map(parse_flag_from_env, ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")))
@@ -64,29 +66,32 @@ def sharding_asked() -> bool:
 
 @dataclass(frozen=True)
 class Task:
-    """A retraining, checked but not loaded yet."""
+    """A retraining, checked but not loaded yet.
 
+    model: the checkpoint's name: that of the options, or the aligned one's.
+    """
+
+    options: AdaptOptions
+    launch: Launch
     model: str
     checkpoint: Checkpoint
     teacher: Checkpoint | None
     layout: Layout
     layers: tuple[int, ...]
-    options: TrainOptions
+    pace: Pace
     compute: torch.dtype
-    launch: Launch
+
+    @property
+    def out(self) -> Path:
+        return resolved(str(self.options.out), "OUT ")
+
+    @property
+    def aligned(self) -> Path:
+        return Path(f"{self.out}-aligned")
 
     @property
     def is_lora(self) -> bool:
         return self.options.method == LORA
-
-    @property
-    def stored(self) -> dict[str, torch.dtype]:
-        """The dtypes in which OUT holds trained tensors, by name; an adapter's, which are float32, are not named."""
-        return {name: torch_dtype(self.checkpoint.tensors[name].dtype) for name in self.trained}
-
-    @property
-    def sources(self) -> list[Checkpoint]:
-        return [self.checkpoint] if self.teacher is None else [self.checkpoint, self.teacher]
 
     @property
     def loads_teacher(self) -> bool:
@@ -94,13 +99,16 @@ class Task:
         return self.teacher is not None and self.options.teacher_cache is None
 
     @property
-    def everything(self) -> bool:
-        """True where embedding, norm and LM head are trained, too."""
-        return self.options.train == "all" and not self.is_lora
+    def trained(self) -> frozenset[str]:
+        """The names of the checkpoint's tensors that change; an adapter changes none."""
+        if self.is_lora:
+            return frozenset()
+        return trained_tensors(self.checkpoint.tensors, self.layers, self.options.train == "all")
 
     @property
-    def trained(self) -> frozenset[str]:
-        return frozenset() if self.is_lora else trained_tensors(self.checkpoint.tensors, self.layers, self.everything)
+    def stored(self) -> dict[str, torch.dtype]:
+        """Their dtypes in OUT, by name; an adapter's tensors are float32."""
+        return {name: torch_dtype(self.checkpoint.tensors[name].dtype) for name in self.trained}
 
     @property
     def lora(self) -> Any:
@@ -111,12 +119,39 @@ class Task:
             self.layers, options.lora_rank, options.lora_alpha, options.lora_dropout, options.lora_targets
         )
 
+    @property
+    def resolved_options(self) -> dict[str, Any]:
+        """The options with every default resolved, as adaptation.json has them."""
+        options, pace = vars(self.options), vars(self.pace)
+        asked = {name: pace.get(name, value) for name, value in options.items() if name not in OF_THE_COMMAND}
+        return asked | {"train": self.options.train or CONVERTED}
 
-def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
+    def identity(self) -> dict[str, Any]:
+        """Return everything that a run must have in common with the one it resumes. Reads files."""
+        asked = self.resolved_options
+        return {
+            "model": fingerprint(self.checkpoint),
+            "layout": self.layout.to_config(),
+            "teacher": None if self.teacher is None else fingerprint(self.teacher),
+            "tokenizer": tokenizer_hash(self.checkpoint.folder),
+            "data": [source_identity(name) for name in self.options.data],
+            "eval_data": [source_identity(name) for name in self.options.eval_data],
+            "dtype": str(self.compute).removeprefix("torch."),
+            "processes": self.launch.processes,
+            "teacher_cache": self.options.teacher_cache is not None,
+            **{name: asked[name] for name in FIXED},
+        }
+
+
+def open_task(options: AdaptOptions, launch: Launch) -> Task:
     """Return the task of these options; raises UserError or LayoutError where models and options do not go together."""
-    checkpoint, teacher, tp_size = open_checkpoint(model), None, options.tp_size
-    layout = Layout.from_config(checkpoint.config)
-    if options.train != CONVERTED:
+    model, tp_size = options.model, options.tp_size
+    checkpoint, teacher = open_checkpoint(model), None
+    layout, history = Layout.from_config(checkpoint.config), read_retrainings(checkpoint.folder)
+    if options.align and (history or layout.is_dense):
+        reason = f"was retrained already ({history[-1].method})" if history else "is dense"
+        raise UserError(f"{model} {reason}; --align aligns converted weights that were not trained yet; leave it out")
+    if options.train not in (None, CONVERTED):
         layers = parse_ranges(options.train, layout.num_layers, option="--train")
     elif not (layers := layout.converted_layers):
         raise UserError(
@@ -143,39 +178,9 @@ def open_task(model: str, options: RetrainOptions, launch: Launch) -> Task:
             f"accelerate launch asks for mixed_precision {launch.precision}, whose range is too small for training;"
             " take bf16 or no"
         )
-    launched = "bfloat16" if options.dtype == "auto" and launch.precision == "bf16" else options.dtype
-    compute = compute_dtype(launched, stored_dtype(checkpoint))
-    history = read_retrainings(checkpoint.folder)
-    return Task(
-        model=model,
-        checkpoint=checkpoint,
-        teacher=teacher,
-        layout=layout,
-        layers=tuple(layers),
-        options=options.resolve(
-            checkpoint.config,
-            launch.processes // tp_size,
-            accumulation=launch.accumulation,
-            left_by_alignment=history[-1].left_by_alignment if history else None,
-        ),
-        compute=compute,
-        launch=launch,
-    )
-
-
-def run_identity(task: Task) -> dict[str, Any]:
-    """Return everything that a run must have in common with the one it resumes."""
-    options = task.options.to_dict()
-    return {
-        "model": fingerprint(task.checkpoint),
-        "layout": task.layout.to_config(),
-        "teacher": fingerprint(task.teacher) if task.teacher is not None else None,
-        "tokenizer": tokenizer_hash(task.checkpoint.folder),
-        "data": [source_identity(name) for name in task.options.data],
-        "eval_data": [source_identity(name) for name in task.options.eval_data],
-        "dtype": str(task.compute).removeprefix("torch."),
-        "processes": task.launch.processes,
-        "tp_size": task.options.tp_size,
-        "teacher_cache": task.options.teacher_cache is not None,
-        **{name: options[name] for name in (*FIXED, *LORA_FIELDS)},
-    }
+    dtype = "bfloat16" if options.dtype == "auto" and launch.precision == "bf16" else options.dtype
+    pace = Pace.of(options, checkpoint.config, launch.processes // tp_size, launch.accumulation)
+    if history and history[-1].left_by_alignment is not None:
+        pace = pace.after_alignment(history[-1].left_by_alignment)
+    compute = compute_dtype(dtype, stored_dtype(checkpoint))
+    return Task(options, launch, model, checkpoint, teacher, layout, tuple(layers), pace, compute)

@@ -20,13 +20,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ladderize.adapt.data.packing import collate
 from ladderize.adapt.data.training_data import ORDER
-from ladderize.adapt.train.loop import Order
-from ladderize.adapt.train.options import TrainOptions
+from ladderize.adapt.train.loop import row_order
+from ladderize.adapt.train.pace import Pace
+from ladderize.adapt.train.student import make_teacher, open_model
+from ladderize.adapt.train.task import Task
+from ladderize.adapt.train.training_model import place_teacher
 from ladderize.blocks import LOGITS_AT_ONCE, check_finite
 from ladderize.checkpoint.tensors import write_tensors
 from ladderize.console import Console, sentence
@@ -34,6 +38,8 @@ from ladderize.data.files import split_weight
 from ladderize.errors import UserError
 from ladderize.files.regular import resolved, split_name
 from ladderize.files.unfinished import run_digest
+from ladderize.layout import Layout
+from ladderize.memory import release
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.training.batch import ANSWERS, LIKELIEST, Batch
 
@@ -41,56 +47,52 @@ KEPT = 64  # tokens of an answer
 PART_TOKENS = 16384  # tokens of a file, if its rows are full
 LEAST = -1e4  # a logarithm that 16 bits hold, of a probability of 0
 TRAINED, HELD_OUT = "train", "heldout"
-DECIDES = ("teacher", "tokenizer", "data", "eval_data", "seq_len", "heldout", "seed", "dtype")  # of ``run_identity``
+DECIDES = ("teacher", "tokenizer", "seq_len", "heldout", "seed", "dtype")  # of a task's identity, beside its data
 PackedRow = Mapping[str, Any]
 
 
-def check_place(folder: str, taken: Iterable[Path]) -> None:
+def check_apart(folder: str, taken: Iterable[Path]) -> None:
     """Raise UserError unless the folder of answers can be made, apart from folders that a run replaces or reads."""
-    place = resolved(folder, "--teacher-cache ")
-    if inside := [other for other in taken if place.is_relative_to(other)]:
-        raise UserError(f"--teacher-cache {folder} lies in {inside[0]}; name a folder apart from models and OUT")
-    if not place.parent.is_dir() or (place.exists() and not place.is_dir()):
+    path = resolved(folder, "--teacher-cache ")
+    for other in taken:
+        if path.is_relative_to(other):
+            raise UserError(f"--teacher-cache {folder} lies in {other}; name a folder apart from models and OUT")
+    if not path.parent.is_dir() or (path.exists() and not path.is_dir()):
         raise UserError(f"--teacher-cache {folder} is no folder, and none can be made there; name another")
 
 
 @dataclass(frozen=True)
 class TeacherCache:
-    """The answers for one training, in files of ``rows_of_part`` rows each."""
+    """The answers for one training, in files of ``rows_of_file`` rows each."""
 
     folder: Path
-    rows_of_part: int
+    rows_of_file: int
 
     @classmethod
     def make(cls, folder: str, identity: Mapping[str, Any]) -> "TeacherCache":
-        """Return the answers for a training, whose subfolder is made if it is not there.
-
-        identity: as ``run_identity`` returns it.
-        """
+        """Return the answers for a training, whose subfolder is made if it is not there. identity: the
+        task's."""
+        rows_of_file = max(1, PART_TOKENS // identity["seq_len"])
         decides = {key: identity[key] for key in DECIDES}
+        decides |= {"order": ORDER, "kept": KEPT, "rows_of_part": rows_of_file}
         for key in ("data", "eval_data"):  # wherever the files lie
-            decides[key] = [
-                [split_weight(each["data"])[1], *([split_name(name)[1], *seen] for name, seen in each["files"].items())]
-                for each in decides[key]
-            ]
-        rows_of_part = max(1, PART_TOKENS // identity["seq_len"])
-        form = {"order": ORDER, "kept": KEPT, "rows_of_part": rows_of_part}
-        own = resolved(folder) / f"answers-{run_digest({**decides, **form})[:16]}"
-        own.mkdir(parents=True, exist_ok=True)
-        return cls(own, rows_of_part)
+            decides[key] = []
+            for source in identity[key]:
+                files = [(split_name(name)[1], *seen) for name, seen in source["files"].items()]
+                decides[key].append([split_weight(source["data"])[1], *files])
+        subfolder = resolved(folder) / f"answers-{run_digest(decides)[:16]}"
+        subfolder.mkdir(parents=True, exist_ok=True)
+        return cls(subfolder, rows_of_file)
 
-    def path(self, kind: str, part: int) -> Path:
-        return self.folder / f"{kind}-{part:06d}.safetensors"
+    def path(self, kind: str, number: int) -> Path:
+        return self.folder / f"{kind}-{number:06d}.safetensors"
 
     def missing(self, kind: str, rows: int) -> list[int]:
-        """Return the numbers of the parts that the first ``rows`` rows need and that are not there."""
-        return [part for part in range(-(-rows // self.rows_of_part)) if not self.path(kind, part).is_file()]
+        """Return the numbers of the files that the first ``rows`` rows need and that are not there."""
+        return [number for number in range(-(-rows // self.rows_of_file)) if not self.path(kind, number).is_file()]
 
-    def save(self, kind: str, part: int, rows: Sequence[PackedRow], answers: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Save a part: of each of its rows the two tensors that ``answer`` returns.
-
-        Raises UserError where the disk is full, or an answer is not finite.
-        """
+    def save(self, path: Path, rows: Sequence[PackedRow], answers: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Save a file: of each of its rows the two tensors that ``answer`` returns."""
         likeliest, scores = zip(*answers, strict=True)
         tensors = {
             "hashes": torch.tensor([row_hash(row) for row in rows]),
@@ -99,28 +101,23 @@ class TeacherCache:
             ANSWERS: torch.cat(scores),
         }
         check_finite(tensors[ANSWERS].float().sum().item(), "the dense model's log-probability of --data")
-        path = self.path(kind, part)
         temporary = path.with_suffix(f".{secrets.token_hex(8)}")  # another run may write the same
         infos = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         write_tensors(temporary, infos, tensors.__getitem__)
         temporary.rename(path)
 
     def answered(self, kind: str, number: int, row: PackedRow) -> dict[str, Any]:
-        """Return a row with its answers, as ``collate`` takes them.
-
-        number: of the row, in the order of the first epoch.
-        Raises UserError for a file that cannot be read, and for answers of another row.
-        """
-        part, place = divmod(number, self.rows_of_part)
-        path = self.path(kind, part)
+        """Return a row with its answers, as ``collate`` takes them. number: of the row, in the order of the
+        first epoch."""
+        path, index = self.path(kind, number // self.rows_of_file), number % self.rows_of_file
         try:
             with safe_open(path, framework="pt") as file:
-                is_own = file.get_slice("hashes")[place : place + 1].tolist() == [row_hash(row)]
-                start, stop = file.get_slice("starts")[place : place + 2].tolist()
+                hashes = file.get_slice("hashes")[index : index + 1].tolist()
+                start, stop = file.get_slice("starts")[index : index + 2].tolist()
                 answers = {name: file.get_slice(name)[start:stop] for name in (LIKELIEST, ANSWERS)}
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"{path} cannot be read ({sentence(error)}); delete it, and run again") from None
-        if not is_own:
+        if hashes != [row_hash(row)]:
             raise UserError(f"{path} holds answers for other rows: --data changed; delete {self.folder}, and run again")
         return {**row, **answers}
 
@@ -131,101 +128,92 @@ def row_hash(row: PackedRow) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
-class AnsweredRows(torch.utils.data.Dataset[dict[str, Any]]):
-    """The rows of a training with the dense model's answers.
+class AnsweredRows:
+    """The rows of a training (a ``datasets.Dataset``) with the dense model's answers.
 
-    rows: a ``datasets.Dataset``.
     order: the numbers of the rows, in the order in which the first epoch reads them.
     """
 
     def __init__(self, rows: Any, order: Sequence[int], cache: TeacherCache) -> None:
-        self.rows, self.cache = rows, cache
-        self.places = np.argsort(order)
+        self.rows, self.cache, self.positions = rows, cache, np.argsort(order)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        return self.cache.answered(TRAINED, int(self.places[number]), self.rows[number])
+        return self.cache.answered(TRAINED, int(self.positions[number]), self.rows[number])
 
 
 @torch.no_grad()
 def answer(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the answers of tokens: the likeliest next tokens, int32 [tokens, kept], and logarithms, float16
-    [tokens, kept + 2].
-
-    The logarithms are those of their probabilities, of the probability of all others together, and of the target's.
-
-    logits: [tokens, vocab].
-    targets: [tokens].
-    """
-    known = logits.float().log_softmax(-1)
-    top = known.topk(min(KEPT, known.shape[1]), -1)
-    rest = known.scatter(1, top.indices, -math.inf).logsumexp(-1, keepdim=True)
-    scores = torch.cat([top.values, rest, known.gather(1, targets[:, None])], -1).clamp_min(LEAST)
+    [tokens, kept + 2]: of their probabilities, of the probability of all others together, and of the target's.
+    logits: [tokens, vocab]. targets: [tokens]."""
+    logs = logits.float().log_softmax(-1)
+    top = logs.topk(min(KEPT, logs.shape[1]), -1)
+    rest = logs.scatter(1, top.indices, -math.inf).logsumexp(-1, keepdim=True)
+    scores = torch.cat([top.values, rest, logs.gather(1, targets[:, None])], -1).clamp_min(LEAST)
     return top.indices.int().cpu(), scores.half().cpu()
 
 
-def rows_needed(rows: Any, order: Sequence[int], options: TrainOptions) -> int:
-    """Return how many rows of the first epoch a training reads, with a step's more, since its loader reads ahead."""
-    if options.max_steps:
-        return min(len(rows), (options.max_steps + 1) * options.batch_size)
+def rows_needed(rows: Any, order: Sequence[int], pace: Pace) -> int:
+    if pace.options.max_steps:
+        return min(len(rows), pace.options.max_steps * pace.batch_size)
     lengths, tokens = rows.select_columns("lengths"), 0
     for count, number in enumerate(order, 1):
         tokens += sum(lengths[number]["lengths"])
-        if tokens >= (options.max_tokens or 0):
-            return min(len(rows), (-(-count // options.batch_size) + 1) * options.batch_size)
+        if tokens >= (pace.options.max_tokens or 0):
+            return min(len(rows), -(-count // pace.batch_size) * pace.batch_size)
     return len(rows)
 
 
 def with_answers(
+    task: Task,
     rows: Any,
     heldout: Sequence[PackedRow],
-    options: TrainOptions,
     identity: Mapping[str, Any],
-    open_teacher: Callable[[], Callable[[Batch], Tensor]],
+    accelerator: Accelerator,
     ranks: Ranks,
-    device: torch.device,
     console: Console,
 ) -> tuple[AnsweredRows, list[dict[str, Any]]]:
-    """Return the rows to train on and those held out with the dense model's answers. Missing ones are asked for first;
-    each process answers a share. All ranks call it.
-
-    identity: of the training (``run_identity``); the main process alone has it.
-    open_teacher: loads the dense model, and returns a function from a batch to its logits [scored tokens, vocab].
-    Raises UserError where answers cannot be kept or read.
-    """
-    order = [*islice(Order(len(rows), options.seed, 0), len(rows))]
-    cache, asked = None, []
+    """Return the rows to train on and those held out with the dense model's answers. All ranks call it. If some
+    answers are missing, each process loads the dense model and asks it for a share. identity: the task's; the
+    main process alone has it."""
+    pace, device, dense = task.pace, accelerator.device, task.teacher
+    order = [*islice(row_order(len(rows), pace.options.seed), len(rows))]
+    cache, missing = None, []
     if ranks.is_main:
-        assert options.teacher_cache is not None
-        cache = TeacherCache.make(options.teacher_cache, identity)
-        needed = {TRAINED: rows_needed(rows, order, options), HELD_OUT: len(heldout)}
-        asked = [(kind, part) for kind, count in needed.items() for part in cache.missing(kind, count)]
-    cache, asked = ranks.broadcast((cache, asked))
-    if asked:
-        teacher, size = open_teacher(), cache.rows_of_part
-        with console.progress("asking the dense model, parts", len(asked)) as advance:
-            for kind, part in asked[ranks.rank :: ranks.size]:
-                numbers = slice(part * size, (part + 1) * size)  # whole, also where a training reads some rows only
-                own = [rows[number] for number in order[numbers]] if kind == TRAINED else heldout[numbers]
-                cache.save(kind, part, own, _answers(own, teacher, options.micro_batch_size, device))
+        cache = TeacherCache.make(str(pace.options.teacher_cache), identity)
+        missing = [(TRAINED, number) for number in cache.missing(TRAINED, rows_needed(rows, order, pace))]
+        missing += [(HELD_OUT, number) for number in cache.missing(HELD_OUT, len(heldout))]
+    cache, missing = ranks.broadcast((cache, missing))
+    if missing and dense is not None:
+        with console.stage("loading the dense model"):
+            model = open_model(dense, Layout.dense(task.layout.num_layers), device, task.compute)
+            teacher = place_teacher(make_teacher(model, task.compute, None), accelerator)
+        with console.progress("asking the dense model, parts", len(missing)) as advance:
+            for kind, number in missing[ranks.rank :: ranks.size]:
+                # whole, also where a training reads some rows only
+                within = slice(number * cache.rows_of_file, (number + 1) * cache.rows_of_file)
+                asked = heldout[within] if kind == HELD_OUT else [rows[index] for index in order[within]]
+                cache.save(cache.path(kind, number), asked, _answers(asked, teacher, pace.micro_batch_size, device))
                 advance(ranks.size)
         ranks.barrier()
-    told = [cache.answered(HELD_OUT, number, row) for number, row in enumerate(heldout)]
-    return AnsweredRows(rows, order, cache), told
+        del model, teacher
+        release(device)
+    answered = [cache.answered(HELD_OUT, number, row) for number, row in enumerate(heldout)]
+    return AnsweredRows(rows, order, cache), answered
 
 
 def _answers(
     rows: Sequence[PackedRow], teacher: Callable[[Batch], Tensor], at_once: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each row's answers."""
     for first in range(0, len(rows), at_once):
         batch = Batch.of(collate(rows[first : first + at_once]), device)
         with torch.no_grad():
             logits = teacher(batch)
         tokens = max(1, LOGITS_AT_ONCE // logits.shape[1])
-        parts = zip(logits.split(tokens), batch.scored_targets.split(tokens), strict=True)
-        answers = [torch.cat(tensors) for tensors in zip(*(answer(*part) for part in parts), strict=True)]
+        chunks = zip(logits.split(tokens), batch.scored_targets.split(tokens), strict=True)
+        likeliest, scores = map(torch.cat, zip(*(answer(*chunk) for chunk in chunks), strict=True))
         counts = (batch.targets >= 0).sum(1).tolist()
-        yield from zip(*(tensor.split(counts) for tensor in answers), strict=True)
+        yield from zip(likeliest.split(counts), scores.split(counts), strict=True)

@@ -4,7 +4,6 @@ Every rank holds its slices of the weights, their gradients and their optimizer 
 the same rows; groups are data parallel (DDP).
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,11 @@ class TensorParallelTraining(TrainingModel):
         *,
         weight_decay: float = 0.0,
     ) -> None:
-        self.weights, self.shape, self.collectives, self.tensor = student.weights, student.shape, collectives, tensor
+        self.weights, self.collectives, self.tensor = student.weights, collectives, tensor
         self.vocabulary = student.vocabulary
         self.pieces = student.weights.pieces()
         self.shapes = {name: tuple(piece.shape) for name, piece in self.pieces.items()}
+        self.holders = {name: piece.parameters for name, piece in self.pieces.items()}
         wrapped: Any = student
         if data.size > 1:
             wrapped = DistributedDataParallel(
@@ -72,7 +72,7 @@ class TensorParallelTraining(TrainingModel):
         for group in self.weights.copied_rows():
             for parameter, rows, _ in group:
                 if parameter in shares:
-                    shares[parameter][rows] /= len(group) * tensor.size // self.shape.kv_heads
+                    shares[parameter][rows] /= len(group) * tensor.size // student.shape.kv_heads
         self.shares = [share.to(data.device) for share in shares.values()]
 
     @torch.no_grad()
@@ -92,15 +92,12 @@ class TensorParallelTraining(TrainingModel):
                 gradient.mul_(scale)
         return norm
 
-    def holders(self, name: str) -> Sequence[Tensor]:
-        return self.pieces[name].parameters
-
     def whole(self, name: str) -> Tensor:
-        return self.pieces[name].whole(lambda parameter: parameter.detach(), self.tensor).detach()
+        return self.pieces[name].whole(Tensor.detach, self.tensor)
 
     def save(self, folder: Path) -> None:
-        state = {"weights": [own.detach() for own in self.parameters], "optimizer": self.optimizer.state_dict()}
-        torch.save(state, self._state(folder))
+        weights = [parameter.detach() for parameter in self.parameters]
+        torch.save({"weights": weights, "optimizer": self.optimizer.state_dict()}, self._state(folder))
 
     def load(self, folder: Path) -> None:
         state = torch.load(self._state(folder), map_location=self.tensor.device, weights_only=True)
@@ -120,55 +117,38 @@ def build_tensor_parallel(
     task: Task, accelerator: Accelerator, ranks: Ranks, console: Console
 ) -> TensorParallelTraining:
     """Join the ranks of a model, load it and its teacher, and make the optimizer. All ranks call it."""
-    data, tensor = ranks.split(task.options.tp_size)
-    collectives = open_collectives(task, tensor, console)
-    with console.stage("loading the models" if task.loads_teacher else "loading the model"):
-        student = _model(task, task.checkpoint, task.layout, tensor, collectives)
-        teacher = None
-        if task.teacher is not None and task.loads_teacher:
-            dense = Layout.dense(task.layout.num_layers)
-            teacher = _model(task, task.teacher, dense, tensor, collectives, student.weights).eval()
-    decay = task.options.weight_decay
-    return TensorParallelTraining(accelerator, student.train(), teacher, collectives, data, tensor, weight_decay=decay)
-
-
-def open_collectives(task: Task, tensor: Ranks, console: Console) -> Collectives:
-    """Return the collectives by which the ranks of a model sum: one object for student and teacher."""
-    tokens, schedule = task.options.micro_batch_size * task.options.seq_len, Schedule(task.options.schedule)
+    options, schedule = task.options, Schedule(task.options.schedule)
+    data, tensor = ranks.split(options.tp_size)
+    tokens = task.pace.micro_batch_size * task.pace.seq_len
     stream = tokens * int(task.checkpoint.config["hidden_size"]) * task.compute.itemsize
     most = max(stream, tokens * STATISTICS_BYTES)
     collectives, chosen = choose("auto", tensor, max_bytes=most, in_flight=schedule.in_flight)
     console.note(f"sums over {chosen}")
-    return collectives
 
+    def load(checkpoint: Checkpoint, layout: Layout, shared: TrainedWeights | None = None) -> TPTraining:
+        """Return the student, or its teacher, which has the student's weights where they are frozen and equal."""
+        is_student = shared is None
+        weights = build_weights(
+            lambda dtype: CheckpointSource(checkpoint, dtype, tensor.device).read,
+            checkpoint.config,
+            Shape.from_config(checkpoint.config, tp_size=tensor.size, rank=tensor.rank),
+            layout,
+            trained=task.trained if is_student else frozenset(),
+            compute=task.compute,
+            shared=shared,
+        )
+        return TPTraining(
+            weights,
+            checkpoint.config,
+            layout,
+            collectives,
+            schedule=schedule,
+            gradient_checkpointing=options.gradient_checkpointing and is_student,
+        ).train(is_student)
 
-def _model(
-    task: Task,
-    checkpoint: Checkpoint,
-    layout: Layout,
-    tensor: Ranks,
-    collectives: Collectives,
-    shared: TrainedWeights | None = None,
-) -> TPTraining:
-    """Return the student, or its teacher, which shares the student's frozen tensors where they are equal.
-
-    shared: the student's weights; None: they are to be made.
-    """
-    shape = Shape.from_config(checkpoint.config, tp_size=tensor.size, rank=tensor.rank)
-    weights = build_weights(
-        lambda dtype: CheckpointSource(checkpoint, dtype, tensor.device).read,
-        checkpoint.config,
-        shape,
-        layout,
-        trained=task.trained if shared is None else frozenset(),
-        compute=task.compute,
-        shared=shared,
-    )
-    return TPTraining(
-        weights,
-        checkpoint.config,
-        layout,
-        collectives,
-        schedule=Schedule(task.options.schedule),
-        gradient_checkpointing=task.options.gradient_checkpointing and shared is None,
-    )
+    with console.stage("loading the models" if task.loads_teacher else "loading the model"):
+        student, teacher = load(task.checkpoint, task.layout), None
+        if task.teacher is not None and task.loads_teacher:
+            teacher = load(task.teacher, Layout.dense(task.layout.num_layers), student.weights)
+    decay = options.weight_decay
+    return TensorParallelTraining(accelerator, student, teacher, collectives, data, tensor, weight_decay=decay)

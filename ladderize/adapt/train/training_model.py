@@ -36,27 +36,24 @@ class TrainingModel(ABC):
     answers.
     data_rank, data_size: this rank among those that share the rows of a step.
     tp_size: ranks that work on the same rows.
-    shapes: of every whole trained tensor, by its name in a file.
+    shapes, holders: of every trained tensor, by its name in a file: its shape, and the parameters that this rank has of
+    it.
     vocabulary: the ranks that share it, and this one's part, as ``vocab_parallel_losses`` takes them.
     """
 
     vocabulary: tuple[Collectives, int, int]
     optimizer: Any
     shapes: Mapping[str, tuple[int, ...]]
+    holders: Mapping[str, Sequence[Tensor]]
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        student: Any,
-        teacher: Callable[[Batch], Tensor] | None,
-        tp_size: int = 1,
+        self, accelerator: Accelerator, student: Any, teacher: Callable[[Batch], Tensor] | None, tp_size: int = 1
     ) -> None:
         self.accelerator, self.student, self.teacher, self.tp_size = accelerator, student, teacher, tp_size
         self.data_rank, self.data_size = accelerator.process_index // tp_size, accelerator.num_processes // tp_size
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trained parameters, as this rank holds them."""
         return [parameter for parameter in self.student.parameters() if parameter.requires_grad]
 
     def losses(self, batch: Batch) -> Tensor:
@@ -69,13 +66,14 @@ class TrainingModel(ABC):
         return self.student(batch, teacher_logits=scores)
 
     @torch.no_grad()
-    def teacher_entropy(self, batch: Batch) -> Tensor:
-        """Return the summed cross-entropy of a micro-batch under the teacher: a scalar."""
+    def teacher_losses(self, batch: Batch) -> Tensor:
+        """Return the same of the teacher itself: its divergence is 0."""
+        entropy = torch.zeros((), device=batch.targets.device)
         if batch.answers is not None:
-            return -batch.answers[:, -1].float().sum()
-        if self.teacher is None:  # answers, but none here: this rank has no rows left
-            return torch.zeros((), device=batch.targets.device)
-        return vocab_parallel_losses(self.teacher(batch), batch.scored_targets, None, *self.vocabulary)[0]
+            entropy = -batch.answers[:, -1].float().sum()
+        elif self.teacher is not None:  # None: the batches have answers, but this rank has no rows left
+            entropy, _ = vocab_parallel_losses(self.teacher(batch), batch.scored_targets, None, *self.vocabulary)
+        return torch.stack([entropy, torch.zeros_like(entropy)])
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of ``values`` over the ranks of different rows, on every rank."""
@@ -84,29 +82,27 @@ class TrainingModel(ABC):
     @contextlib.contextmanager
     def evaluating(self, stored: Mapping[str, torch.dtype]) -> Iterator[None]:
         """Prepare for evaluation: no dropout, no gradients, and weights rounded as a file will hold them.
-
-        Copies of the unrounded values take the memory of the gradients meanwhile.
-
-        stored: the dtypes of tensors by name; others are float32. A parameter of several has the widest of theirs.
-        """
+        Copies of the unrounded values take the memory of the gradients meanwhile. stored: the dtypes of tensors
+        by name; others are float32. A parameter of several has the widest of theirs."""
         dtypes: dict[Tensor, torch.dtype] = {}
         for name in self.shapes:
-            for parameter in self.holders(name):
-                dtype = stored.get(name, torch.float32)
+            dtype = stored.get(name, torch.float32)
+            for parameter in self.holders[name]:
                 dtypes[parameter] = torch.promote_types(dtypes.get(parameter, dtype), dtype)
-        # ZeRO 3 holds no weights between passes; in mixed precision those it gathers are bfloat16 already.
-        present = {own: dtype for own, dtype in dtypes.items() if not hasattr(own, "ds_id") and dtype.itemsize < 4}
-        rounded = [own.to_local() if isinstance(own, DTensor) else own for own in present]
+        kept: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad():
-            kept = [part.clone() for part in rounded]
-            for part, dtype in zip(rounded, present.values(), strict=True):
-                part.copy_(part.to(dtype))
+            for parameter, dtype in dtypes.items():
+                # ZeRO 3 holds no weights between passes; in mixed precision those it gathers are bfloat16 already.
+                if dtype.itemsize < 4 and not hasattr(parameter, "ds_id"):
+                    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                    kept.append((local, local.clone()))
+                    local.copy_(local.to(dtype))
             self.student.eval()
             try:
                 yield
             finally:
-                for part, value in zip(rounded, kept, strict=True):
-                    part.copy_(value)
+                for local, value in kept:
+                    local.copy_(value)
                 for module in self.student.modules():
                     if isinstance(module, FSDPModule):
                         module.reshard()  # it keeps what it gathered for a backward pass, and would compute with it
@@ -115,13 +111,7 @@ class TrainingModel(ABC):
     @abstractmethod
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients down to ``max_norm``; returns the whole model's norm before, equal on all ranks.
-
-        It is called once, after a step's last micro-batch.
-        """
-
-    @abstractmethod
-    def holders(self, name: str) -> Sequence[Tensor]:
-        """Return this rank's parameters that hold a trained tensor, or parts of it."""
+        It is called once, after a step's last micro-batch."""
 
     @abstractmethod
     def whole(self, name: str) -> Tensor:
@@ -142,8 +132,9 @@ class TrainingModel(ABC):
 
 def make_optimizer(parameters: Sequence[nn.Parameter], weight_decay: float, *, fused: bool) -> torch.optim.AdamW:
     """Return AdamW, which decays matrices only. The loop sets its learning rate at every step."""
-    matrices, others = ([one for one in parameters if (one.ndim > 1) == wide] for wide in (True, False))
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused)
 
 
@@ -164,9 +155,9 @@ class HFTraining(TrainingModel):
         max_grad_norm: float = 1.0,
     ) -> None:
         self.vocabulary = student.vocabulary
-        own = [parameter for parameter in student.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
         plugin = accelerator.state.deepspeed_plugin  # None unless it was asked for
-        optimizer = make_optimizer(own, weight_decay, fused=plugin is None)
+        optimizer = make_optimizer(trained, weight_decay, fused=plugin is None)
         if plugin is not None:
             plugin.deepspeed_config.update(
                 train_micro_batch_size_per_gpu=micro_batch_size,
@@ -176,23 +167,20 @@ class HFTraining(TrainingModel):
         # FSDP2 warns of views: a ladder layer returns the stream that it was given, and nothing writes into it.
         warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
         prepared, self.optimizer = accelerator.prepare(student, optimizer)
-        placed = None if teacher is None else place_teacher(teacher, accelerator)
-        super().__init__(accelerator, prepared, placed)
+        super().__init__(accelerator, prepared, None if teacher is None else place_teacher(teacher, accelerator))
         named = accelerator.unwrap_model(prepared).model.named_parameters()
-        self.named = {file_name(name): parameter for name, parameter in named if parameter.requires_grad}
+        trainable = {file_name(name): parameter for name, parameter in named if parameter.requires_grad}
+        self.holders = {name: [parameter] for name, parameter in trainable.items()}
         # Only DeepSpeed knows the shape of a tensor that ZeRO 3 has sharded.
-        self.shapes = {name: tuple(getattr(own, "ds_shape", own.shape)) for name, own in self.named.items()}
+        self.shapes = {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in trainable.items()}
         accelerator.register_save_state_pre_hook(self._leave_out_frozen)
 
     def clip(self, max_norm: float) -> Tensor:
         norm = self.accelerator.clip_grad_norm_(self.parameters, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
 
-    def holders(self, name: str) -> Sequence[Tensor]:
-        return [self.named[name]]
-
     def whole(self, name: str) -> Tensor:
-        parameter = self.named[name]
+        (parameter,) = self.holders[name]
         if hasattr(parameter, "ds_id"):
             import deepspeed
 
@@ -227,11 +215,12 @@ def file_name(name: str) -> str:
 def place_teacher(teacher: ScoredLogits, accelerator: Accelerator) -> Callable[[Batch], Tensor]:
     """Return the frozen teacher as a function, on the device and sharded as the student is; Accelerate prepares one
     model only."""
+    plugin = accelerator.state.deepspeed_plugin
     if accelerator.is_fsdp2:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
         teacher = fsdp2_prepare_model(accelerator, teacher)
-    elif (plugin := accelerator.state.deepspeed_plugin) is not None and plugin.zero_stage == 3:
+    elif plugin is not None and plugin.zero_stage == 3:
         import deepspeed
 
         config = copy.deepcopy(plugin.deepspeed_config)

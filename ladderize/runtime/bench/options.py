@@ -6,7 +6,6 @@ from typing import get_args
 
 from ladderize.checkpoint.config import MOST_LAYERS
 from ladderize.choices import (
-    AS_JSON,
     BACKEND,
     DEVICE,
     MEASUREMENT,
@@ -151,7 +150,6 @@ class BenchOptions(Record):
         metavar="DIR",
         decides=False,
     )
-    as_json: bool = option(AS_JSON, False)
     replicate_vocab: bool = option(REPLICATE_VOCAB, False)
 
     def __post_init__(self) -> None:

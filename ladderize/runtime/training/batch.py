@@ -34,10 +34,7 @@ class Batch:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], device: torch.device) -> "Batch":
-        """Return the batch on ``device``.
-
-        tensors: input_ids, position_ids and targets by name, on the host, and perhaps a teacher's answers.
-        """
+        """Return the batch of tensors on the host: ids, positions, targets, and perhaps a teacher's answers."""
         sent = {**tensors, "scored": (tensors["targets"].flatten() >= 0).nonzero()[:, 0]}
         if device.type == "cuda":  # from pinned memory the copy does not hold up the host
             sent = {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in sent.items()}
@@ -57,15 +54,12 @@ class Batch:
         return self.targets.flatten()[self.scored]
 
     def scored_states(self, states: Tensor) -> Tensor:
-        """Return the states whose targets count, [n, hidden], of states [..., hidden]."""
         return states.flatten(0, -2)[self.scored]
 
     @functools.cached_property
     def mask(self) -> Tensor | None:
-        """The mask, bool [rows, 1, tokens, tokens]: a token sees its own text up to itself.
-
-        None where every row is one text, which a causal kernel reads without a mask.
-        """
+        """The mask, bool [rows, 1, tokens, tokens]: a token sees its own text up to itself. None where every row is one
+        text, which a causal kernel reads without a mask."""
         if not self.is_packed:
             return None
         tokens = self.position_ids.shape[1]
@@ -74,5 +68,4 @@ class Batch:
         return ((text[:, :, None] == text[:, None, :]) & causal)[:, None]
 
     def additive_mask(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask as numbers that are added to scores."""
         return None if self.mask is None else additive(self.mask, dtype)

@@ -6,7 +6,6 @@ Autograd runs nodes in the reverse of that order: first the gradients of the inp
 the gradients of the weights, and only then the wait (Domino, arXiv 2409.15241, section 3.3).
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,7 +35,9 @@ class LaterLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         if self.use is None:
             return F.linear(x, self.weight, self.bias)
-        self.use.count()
+        if not self.use.counted:  # a product computed again (activation checkpointing) does not count again
+            self.use.counted = True
+            self.use.gradient.uses += 1
         product: Tensor = _Product.apply(self.use, x, self.weight, self.bias)
         return product
 
@@ -51,12 +52,10 @@ class WeightGradient:
         self.uses = 0
         self.total: Tensor | None = None
 
-    def add(self, parts: Iterable[tuple[Tensor, Tensor]], parameter: Tensor) -> Tensor | None:
-        """Add one use's products; return the sum with the last use, None before.
-
-        parts: the gradient of a product and its input.
-        """
-        for gradient, x in parts:
+    def add(self, products: list[tuple[Tensor, Tensor]], parameter: Tensor) -> Tensor | None:
+        """Add one use's products; return the sum with the last use, None before. products: of each the
+        gradient, and its input."""
+        for gradient, x in products:
             left, right = gradient.flatten(0, -2).t(), x.flatten(0, -2)
             if self.total is None:
                 self.total = (left @ right).to(parameter.dtype)
@@ -74,21 +73,14 @@ class WeightGradient:
 class WeightUse:
     """One use's share of a weight's gradient, until it is added. A weight that is taken and not multiplied is not used.
 
-    parts: the gradient of the product, and its input.
+    products: the gradient of each product, and its input.
     """
 
-    __slots__ = ("__weakref__", "counted", "gradient", "parts")
+    __slots__ = ("__weakref__", "counted", "gradient", "products")
 
     def __init__(self, gradient: WeightGradient) -> None:
         self.gradient, self.counted = gradient, False
-        self.parts: list[tuple[Tensor, Tensor]] = []
-
-    def count(self) -> None:
-        """Count this use before its product. A product computed again (activation checkpointing) does not count
-        again."""
-        if not self.counted:
-            self.counted = True
-            self.gradient.uses += 1
+        self.products: list[tuple[Tensor, Tensor]] = []
 
 
 class _Enter(Function):
@@ -102,8 +94,8 @@ class _Enter(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        parts, ctx.use.parts = ctx.use.parts, []
-        return None, ctx.use.gradient.add(parts, ctx.like), None
+        products, ctx.use.products = ctx.use.products, []
+        return None, ctx.use.gradient.add(products, ctx.like), None
 
 
 class _Product(Function):
@@ -117,8 +109,8 @@ class _Product(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        ctx.use.parts.append((gradient, x))
-        own = gradient @ weight if ctx.needs_input_grad[1] else None
+        ctx.use.products.append((gradient, x))
+        of_input = gradient @ weight if ctx.needs_input_grad[1] else None
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
         # autograd is told of the weight's part of the graph, not of its gradient
-        return None, own, None, bias
+        return None, of_input, None, bias

@@ -27,8 +27,7 @@ def check_trainable(config: Mapping[str, Any]) -> None:
     """Raise UserError for a config.json that transformers would train otherwise than the runtime does."""
     check_activation(config)
     rope_table(dict(config), 1, torch.device("cpu"))  # raises it for a rope that changes with the text's length
-    dropout = config.get("attention_dropout") or 0.0
-    if dropout:
+    if dropout := config.get("attention_dropout"):
         raise UserError(
             f"config.json: attention_dropout is {dropout!r}, which training with --tp-size does not have; set it to 0,"
             " or leave --tp-size out"
@@ -38,8 +37,6 @@ def check_trainable(config: Mapping[str, Any]) -> None:
 class TPTraining(LossModule):
     """One rank of a model in training (or of a frozen teacher).
 
-    config: of the checkpoint.
-    schedule: the order in which the parts of a micro-batch run.
     gradient_checkpointing: sub-modules are computed again in the backward pass instead of kept; no message is sent
     again.
     """
@@ -78,13 +75,13 @@ class _TrainedLlama(TPLlama):
         self.recompute = recompute
 
     def partials(
-        self, place: int, weights: Any, x: Stream, apart: list[Tensor] | None, step: Step, cache: KVCache
+        self, index: int, weights: Any, x: Stream, apart: list[Tensor] | None, step: Step, cache: KVCache
     ) -> list[Tensor]:
         compute = super().partials
         if not self.recompute:
-            return compute(place, weights, x, apart, step, cache)
+            return compute(index, weights, x, apart, step, cache)
 
-        def again(x: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
-            return tuple(compute(place, weights, x, list(own) or None, step, cache))
+        def again(x: Tensor, *streams: Tensor) -> tuple[Tensor, ...]:
+            return tuple(compute(index, weights, x, list(streams) or None, step, cache))
 
         return list(checkpoint(again, whole(x), *apart or (), use_reentrant=False))

@@ -1,6 +1,6 @@
 """One rank's part of a Llama as parameters: fp32 where they are trained, else in the dtype that is computed in.
 
-They have the runtime's order (loader.py). ``pieces`` gives the place of a checkpoint's tensors among them.
+They have the runtime's order (loader.py). ``pieces`` says where a checkpoint's tensors lie among them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,51 +20,42 @@ from ladderize.runtime.loader import Read, load_weights, unpair_rope_rows
 from ladderize.runtime.shards import Shape, Slice, rank_shape
 from ladderize.runtime.training.linear import LaterLinear, WeightGradient
 
+ALL = slice(None)
+
 
 @dataclass(frozen=True)
 class Piece:
     """One rank's part of the checkpoint's tensor of ``shape``.
 
-    parts: the parameters that hold it, each with its rows, side by side along ``dim``.
+    slices: the parameters that hold it, each with its rows, side by side along ``dim``.
     dim: the dimension that the ranks share; None: every rank holds all of the tensor in one parameter.
     copies: the number of neighbouring ranks that hold the same.
     head_dim: of rows that are paired up for rope, else 0.
     """
 
     shape: tuple[int, ...]
-    parts: tuple[tuple[Tensor, slice], ...]
+    slices: tuple[tuple[Tensor, slice], ...]
     dim: int | None = None
     copies: int = 1
     head_dim: int = 0
 
     def whole(self, of: Callable[[Tensor], Tensor], tensor: Ranks) -> Tensor:
-        """Return the checkpoint's tensor, on every rank of ``tensor``. All of them call it.
-
-        of: picks a tensor of a parameter: itself, its gradient, or a moment of the optimizer.
-        """
-        found = [of(parameter)[rows].detach() for parameter, rows in self.parts]
-        local = found[0] if len(found) == 1 else torch.cat(found, self.dim or 0)
+        """Return the checkpoint's tensor, on every rank of ``tensor``. All of them call it. of: picks a tensor
+        of a parameter: itself, its gradient, or a moment of the optimizer."""
+        held = [of(parameter)[rows].detach() for parameter, rows in self.slices]
+        local = held[0] if len(held) == 1 else torch.cat(held, self.dim or 0)
         local = unpair_rope_rows(local, self.head_dim) if self.head_dim else local
-        if self.dim is None or tensor.size == 1:
-            return local if self.dim is None else local.narrow(self.dim, 0, self.shape[self.dim])
-        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(tensor.size)]
-        dist.all_gather(parts, local.contiguous(), group=tensor.group)
-        return torch.cat(parts[:: self.copies], self.dim).narrow(self.dim, 0, self.shape[self.dim])
+        if self.dim is None:
+            return local
+        if tensor.size > 1:
+            by_rank = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(tensor.size)]
+            dist.all_gather(by_rank, local.contiguous(), group=tensor.group)
+            local = torch.cat(by_rank[:: self.copies], self.dim)
+        return local.narrow(self.dim, 0, self.shape[self.dim])
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        return tuple(parameter for parameter, _ in self.parts)
-
-
-def share_frozen(weights: nn.Module, other: nn.Module) -> None:
-    """Replace the parameters of ``weights`` by those of ``other`` that are frozen and equal. Both are
-    ``TrainedWeights``."""
-    theirs = dict(other.named_parameters(remove_duplicate=False))
-    for name, parameter in list(weights.named_parameters(remove_duplicate=False)):
-        same = theirs.get(name)
-        if same is not None and not same.requires_grad and same.shape == parameter.shape and same.equal(parameter):
-            owner, _, leaf = name.rpartition(".")
-            setattr(weights.get_submodule(owner), leaf, same)
+        return tuple(parameter for parameter, _ in self.slices)
 
 
 class TrainedLinear(nn.Module):
@@ -73,23 +64,17 @@ class TrainedLinear(nn.Module):
         self.weight, self.bias = _parameter(linear.weight), _parameter(linear.bias)
 
 
-class TrainedAttention(nn.Module):
-    def __init__(self, weights: AttentionWeights) -> None:
+class TrainedSublayer(nn.Module):
+    """An attention or an MLP: its norms, the bias behind its sum, and its products, of each virtual rank."""
+
+    def __init__(self, weights: Any, *products: str) -> None:
         super().__init__()
         self.norm, self.bias = _parameter(weights.norm.weight), _parameter(weights.bias)
-        self.qkv = nn.ModuleList(map(TrainedLinear, weights.qkv))
-        self.o = nn.ModuleList(map(TrainedLinear, weights.o))
-        norms = weights.head_norms
+        for name in products:
+            setattr(self, name, nn.ModuleList(map(TrainedLinear, getattr(weights, name))))
+        norms = getattr(weights, "head_norms", None)
         self.q_norm = None if norms is None else _parameter(norms.query)
         self.k_norm = None if norms is None else _parameter(norms.key)
-
-
-class TrainedMlp(nn.Module):
-    def __init__(self, weights: MlpWeights) -> None:
-        super().__init__()
-        self.norm, self.bias = _parameter(weights.norm.weight), _parameter(weights.bias)
-        self.gate_up = nn.ModuleList(map(TrainedLinear, weights.gate_up))
-        self.down = nn.ModuleList(map(TrainedLinear, weights.down))
 
 
 class TrainedWeights(nn.Module):
@@ -108,24 +93,23 @@ class TrainedWeights(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.layout, self.compute = shape, layout, compute
-        # a number below 0 counts from the end
-        pad = None if pad_id is None else pad_id % shape.vocab - shape.vocab_start
-        self.own_pad = pad if pad is not None and 0 <= pad < shape.own_vocab else None
+        self.own_pad: int | None = None
+        if pad_id is not None:
+            pad = pad_id % shape.vocab - shape.vocab_start  # a number below 0 counts from the end
+            self.own_pad = pad if 0 <= pad < shape.own_vocab else None
         self.embed = _parameter(weights.embed)
-        self.attentions = nn.ModuleList(TrainedAttention(attention) for attention, _ in weights.layers)
-        self.mlps = nn.ModuleList(TrainedMlp(mlp) for _, mlp in weights.layers)
+        self.attentions = nn.ModuleList(TrainedSublayer(attention, "qkv", "o") for attention, _ in weights.layers)
+        self.mlps = nn.ModuleList(TrainedSublayer(mlp, "gate_up", "down") for _, mlp in weights.layers)
         self.norm = _parameter(weights.norm.weight)
         self.head = self.embed if shape.tied else _parameter(weights.head.weight)
 
     def pieces(self) -> dict[str, Piece]:
-        """Return the pieces of the trained tensors, by their names in a checkpoint."""
-        pieces = self._all_pieces()
-        return {name: piece for name, piece in pieces if all(own.requires_grad for own in piece.parameters)}
+        return {name: piece for name, piece in self.all_pieces() if piece.parameters[0].requires_grad}
 
-    def _all_pieces(self) -> Iterator[tuple[str, Piece]]:
+    def all_pieces(self) -> Iterator[tuple[str, Piece]]:
         shape = self.shape
         vocabulary = (shape.vocab, shape.hidden)
-        yield EMBEDDING, Piece(vocabulary, _whole(self.embed), 0)
+        yield EMBEDDING, Piece(vocabulary, ((self.embed, ALL),), 0)
         for index, (attention, mlp) in enumerate(self._layers()):
             prefix = f"model.layers.{index}."
             for name, parameter, head_dim in (
@@ -137,17 +121,17 @@ class TrainedWeights(nn.Module):
                 ("mlp.down_proj.bias", mlp.bias, 0),
             ):
                 if parameter is not None:
-                    yield prefix + name, Piece(tuple(parameter.shape), _whole(parameter), head_dim=head_dim)
+                    yield prefix + name, Piece(tuple(parameter.shape), ((parameter, ALL),), head_dim=head_dim)
             yield from self._column_pieces(prefix, attention, mlp)
             for name, linears, size in (
                 ("self_attn.o_proj", attention.o, shape.heads * shape.head_dim),
                 ("mlp.down_proj", mlp.down, shape.inner),
             ):
-                parts = tuple((linear.weight, slice(None)) for linear in linears)
-                yield f"{prefix}{name}.weight", Piece((shape.hidden, size), parts, 1)
-        yield "model.norm.weight", Piece(tuple(self.norm.shape), _whole(self.norm))
+                slices = tuple((linear.weight, ALL) for linear in linears)
+                yield f"{prefix}{name}.weight", Piece((shape.hidden, size), slices, 1)
+        yield "model.norm.weight", Piece(tuple(self.norm.shape), ((self.norm, ALL),))
         if not shape.tied:
-            yield HEAD, Piece(vocabulary, _whole(self.head), 0)
+            yield HEAD, Piece(vocabulary, ((self.head, ALL),), 0)
 
     def _layers(self) -> Iterator[tuple[Any, Any]]:
         return zip(self.attentions, self.mlps, strict=True)
@@ -157,38 +141,35 @@ class TrainedWeights(nn.Module):
         shape, width = self.shape, self.shape.own_inner // len(mlp.gate_up)
         rank = rank_shape(shape, len(attention.qkv))
         query, kv = rank.own_heads * shape.head_dim, rank.own_kv_heads * shape.head_dim
-        heads, kv_heads, shared = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_copies
+        heads, kv_heads, copies = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_copies
         distinct = attention.qkv[:: min(len(attention.qkv), rank.kv_copies)]  # of the KV heads on this process
-        for name, linears, rows, size, copies, head_dim in (
+        for name, linears, rows, size, held_by, head_dim in (
             ("self_attn.q_proj", attention.qkv, slice(0, query), heads, 1, shape.head_dim),
-            ("self_attn.k_proj", distinct, slice(query, query + kv), kv_heads, shared, shape.head_dim),
-            ("self_attn.v_proj", distinct, slice(query + kv, query + 2 * kv), kv_heads, shared, 0),
+            ("self_attn.k_proj", distinct, slice(query, query + kv), kv_heads, copies, shape.head_dim),
+            ("self_attn.v_proj", distinct, slice(query + kv, query + 2 * kv), kv_heads, copies, 0),
             ("mlp.gate_proj", mlp.gate_up, slice(0, width), shape.inner, 1, 0),
             ("mlp.up_proj", mlp.gate_up, slice(width, 2 * width), shape.inner, 1, 0),
         ):
-            for kind, sizes in (("weight", (size, shape.hidden)), ("bias", (size,))):
-                parts = tuple((getattr(linear, kind), rows) for linear in linears)
-                if parts[0][0] is not None:
-                    yield f"{prefix}{name}.{kind}", Piece(sizes, parts, 0, copies, head_dim)
+            weights = tuple((linear.weight, rows) for linear in linears)
+            yield f"{prefix}{name}.weight", Piece((size, shape.hidden), weights, 0, held_by, head_dim)
+            if linears[0].bias is not None:
+                biases = tuple((linear.bias, rows) for linear in linears)
+                yield f"{prefix}{name}.bias", Piece((size,), biases, 0, held_by, head_dim)
 
     # ---- gradients that the ranks know parts of ----
 
     def partial_parameters(self) -> list[Tensor]:
-        """Return the parameters that every rank holds and knows a part of the gradient of.
-
-        They lie between a sum over the ranks and the products that are split among them.
-        """
-        found: list[Tensor] = [self.norm]
+        """Return the parameters of which every rank knows a part of the gradient: they lie between a sum over the ranks
+        and the products that are split among them."""
+        partial: list[Tensor | None] = [self.norm]
         modes = zip(self.layout.attention_sync, self.layout.mlp_sync, strict=True)
-        for (attention, mlp), of_layer in zip(self._layers(), modes, strict=True):
-            found += [attention.norm, mlp.norm]
-            if attention.q_norm is not None:  # of this rank's heads alone
-                found += [attention.q_norm, attention.k_norm]
-            biases = zip((attention.bias, mlp.bias), of_layer, strict=True)
-            found += [bias for bias, mode in biases if bias is not None and mode in APART]
-        return found
+        for (attention, mlp), (attention_mode, mlp_mode) in zip(self._layers(), modes, strict=True):
+            partial += [attention.norm, mlp.norm, attention.q_norm, attention.k_norm]  # of this rank's heads alone
+            partial += [attention.bias] if attention_mode in APART else []
+            partial += [mlp.bias] if mlp_mode in APART else []
+        return [parameter for parameter in partial if parameter is not None]
 
-    def copied_rows(self) -> list[list[tuple[Tensor, slice, int]]]:
+    def copied_rows(self) -> list[list[tuple[Any, slice, int]]]:
         """Return the rows of KV heads that several virtual ranks hold, of this process or of its neighbours.
 
         A group is of one kind of parameter in a layer; each virtual rank of this process has its parameter in it, the
@@ -198,12 +179,11 @@ class TrainedWeights(nn.Module):
         for attention, _ in self._layers():
             count = len(attention.qkv)
             rank, first = rank_shape(self.shape, count), self.shape.rank * count
-            if rank.kv_copies == 1:
-                continue
-            rows = slice(rank.own_heads * rank.head_dim, None)
-            for held in zip(*(linear.parameters() for linear in attention.qkv), strict=True):
+            if rank.kv_copies > 1:
+                rows = slice(rank.own_heads * rank.head_dim, None)
                 heads = [(first + k) // rank.kv_copies for k in range(count)]
-                groups.append([(parameter, rows, head) for parameter, head in zip(held, heads, strict=True)])
+                for held in zip(*(linear.parameters() for linear in attention.qkv), strict=True):
+                    groups.append([(parameter, rows, head) for parameter, head in zip(held, heads, strict=True)])
         return groups
 
     @property
@@ -214,31 +194,29 @@ class TrainedWeights(nn.Module):
 
     @torch.no_grad()
     def sum_partial_gradients(self, tensor: Ranks) -> None:
-        """Sum the gradients that ranks know parts of, in one message, after all backward passes of a step.
-
-        All ranks of ``tensor`` call it. KV heads that several virtual ranks hold have the sum of their gradients.
-        """
-        partial = [own.grad for own in self.partial_parameters() if own.grad is not None] if tensor.size > 1 else []
-        copied = [
-            [(own.grad[rows], head) for own, rows, head in group if own.grad is not None]
-            for group in self.copied_rows()
-        ]
-        copied = [group for group in copied if group]
-        places = []  # each head has a place in the message, the same on all ranks
-        for group in copied:
-            place = group[0][0].new_zeros(self.shape.kv_heads, *group[0][0].shape)
-            for gradient, head in group:
-                place[head] += gradient
-            places.append(place)
-        if sent := [*partial, *places]:
-            message = torch.cat([gradient.flatten() for gradient in sent])
-            message = tensor.sum(message) if tensor.size > 1 else message
-            sums = message.split([gradient.numel() for gradient in sent])
-            for gradient, total in zip(partial, sums, strict=False):
-                gradient.copy_(total.view_as(gradient))
-            for group, place, total in zip(copied, places, sums[len(partial) :], strict=True):
-                for gradient, head in group:
-                    gradient.copy_(total.view_as(place)[head])
+        """Sum the gradients that ranks know parts of, in one message, after all backward passes of a step. KV heads
+        that several virtual ranks hold have the sum of their gradients."""
+        sent: list[Tensor] = []
+        if tensor.size > 1:
+            sent = [parameter.grad for parameter in self.partial_parameters() if parameter.grad is not None]
+        groups = [group for group in self.copied_rows() if group[0][0].grad is not None]
+        partial = len(sent)
+        for group in groups:
+            parameter, rows, _ = group[0]
+            heads = parameter.new_zeros(self.shape.kv_heads, *parameter[rows].shape)  # the same on all ranks
+            for parameter, rows, head in group:
+                heads[head] += parameter.grad[rows]
+            sent.append(heads)
+        if not sent:
+            return
+        message = tensor.sum(torch.cat([gradient.flatten() for gradient in sent]))
+        sums = message.split([gradient.numel() for gradient in sent])
+        totals = [total.view_as(gradient) for gradient, total in zip(sent, sums, strict=True)]
+        for gradient, total in zip(sent[:partial], totals[:partial], strict=True):
+            gradient.copy_(total)
+        for group, total in zip(groups, totals[partial:], strict=True):
+            for parameter, rows, head in group:
+                parameter.grad[rows].copy_(total[head])
 
 
 class UsedWeights:
@@ -261,33 +239,27 @@ class UsedWeights:
         return self._later(self.weights.head, None)
 
     def attention(self, layer: int) -> AttentionWeights:
-        own: Any = self.weights.attentions[layer]
-        shape = rank_shape(self.weights.shape, len(own.qkv))
-        return AttentionWeights(
-            self._norm(own.norm),
-            [self._linear(qkv) for qkv in own.qkv],
-            [self._linear(o) for o in own.o],
-            self._small(own.bias),
-            HeadNorms(own.q_norm, own.k_norm, shape.own_heads, shape.own_kv_heads, shape.eps)
-            if own.q_norm is not None
-            else None,
-        )
+        weights: Any = self.weights.attentions[layer]
+        shape, norms = rank_shape(self.weights.shape, len(weights.qkv)), None
+        if weights.q_norm is not None:
+            norms = HeadNorms(weights.q_norm, weights.k_norm, shape.own_heads, shape.own_kv_heads, shape.eps)
+        qkv, o = (self._linears(linears) for linears in (weights.qkv, weights.o))
+        return AttentionWeights(self._norm(weights.norm), qkv, o, self._small(weights.bias), norms)
 
     def mlp(self, layer: int) -> MlpWeights:
-        own: Any = self.weights.mlps[layer]
-        return MlpWeights(
-            self._norm(own.norm),
-            [self._linear(gate_up) for gate_up in own.gate_up],
-            [self._linear(down) for down in own.down],
-            self._small(own.bias),
-        )
+        weights: Any = self.weights.mlps[layer]
+        gate_up, down = (self._linears(linears) for linears in (weights.gate_up, weights.down))
+        return MlpWeights(self._norm(weights.norm), gate_up, down, self._small(weights.bias))
 
-    def _linear(self, linear: Any) -> LaterLinear:
-        return self._later(linear.weight, self._small(linear.bias))
+    def _linears(self, linears: Any) -> list[Linear]:
+        return [self._later(linear.weight, self._small(linear.bias)) for linear in linears]
 
     def _later(self, parameter: Tensor, bias: Tensor | None) -> LaterLinear:
-        gradient = self._gradients.setdefault(id(parameter), WeightGradient())
-        return LaterLinear(parameter, self._value(parameter), bias, gradient)
+        key, compute = id(parameter), self.weights.compute
+        if key not in self._values:
+            self._values[key] = parameter if parameter.dtype == compute else parameter.detach().to(compute)
+            self._gradients[key] = WeightGradient()
+        return LaterLinear(parameter, self._values[key], bias, self._gradients[key])
 
     def _norm(self, weight: Tensor) -> RMSNorm:
         kind = RMSNorm if self.weights.compute == torch.float32 else WideRMSNorm
@@ -295,14 +267,6 @@ class UsedWeights:
 
     def _small(self, bias: Tensor | None) -> Tensor | None:
         return None if bias is None else bias.to(self.weights.compute)
-
-    def _value(self, parameter: Tensor) -> Tensor:
-        if parameter.dtype == self.weights.compute:
-            return parameter
-        key = id(parameter)
-        if key not in self._values:
-            self._values[key] = parameter.detach().to(self.weights.compute)
-        return self._values[key]
 
 
 def build_weights(
@@ -315,30 +279,31 @@ def build_weights(
     compute: torch.dtype,
     shared: TrainedWeights | None = None,
 ) -> TrainedWeights:
-    """Read this rank's part.
+    """Read this rank's part. source: returns the function that reads slices as a dtype.
 
-    source: returns the function that reads slices as a dtype.
     trained: names of the tensors that change; of a layer all or none.
     shared: weights whose frozen parameters are used again where they are equal (a teacher and its student).
     """
     wide, narrow = source(torch.float32), source(compute)
 
-    def read(part: Slice) -> Tensor:
-        return wide(part) if part.name in trained else narrow(part)
+    def read(tensor: Slice) -> Tensor:
+        return wide(tensor) if tensor.name in trained else narrow(tensor)
 
-    own = load_weights(read, shape, layout, pack=False)
-    weights = TrainedWeights(own, shape, layout, compute, config.get("pad_token_id"))
-    for name, piece in weights._all_pieces():
+    loaded = load_weights(read, shape, layout, pack=False)
+    weights = TrainedWeights(loaded, shape, layout, compute, config.get("pad_token_id"))
+    for name, piece in weights.all_pieces():
         for parameter in piece.parameters:
             parameter.requires_grad_(name in trained)
-    if shared is not None:
-        share_frozen(weights, shared)
+    if shared is None:
+        return weights
+    theirs = dict(shared.named_parameters(remove_duplicate=False))
+    for name, parameter in list(weights.named_parameters(remove_duplicate=False)):
+        same = theirs.get(name)
+        if same is not None and not same.requires_grad and same.shape == parameter.shape and same.equal(parameter):
+            owner, _, leaf = name.rpartition(".")
+            setattr(weights.get_submodule(owner), leaf, same)
     return weights
 
 
 def _parameter(tensor: Tensor | None) -> Any:
     return None if tensor is None else nn.Parameter(tensor, requires_grad=False)
-
-
-def _whole(parameter: Tensor) -> tuple[tuple[Tensor, slice]]:
-    return ((parameter, slice(None)),)
