@@ -13,8 +13,18 @@ from ladderize.files.regular import resolved
 from ladderize.files.temporaries import fsync, fsync_tree, lock_folder, locked_folder, remove_abandoned, why_unwritable
 
 
-def check_target(out: Path, source: Path, *, overwrite: bool) -> Path:
-    """Return ``out`` resolved; raises UserError if it must not be written."""
+def not_a_checkpoint(folder: Path) -> str | None:
+    is_checkpoint = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    return None if is_checkpoint else "is not a checkpoint (no config.json with safetensors)"
+
+
+def check_target(
+    out: Path, source: Path, *, overwrite: bool, foreign: Callable[[Path], str | None] = not_a_checkpoint
+) -> Path:
+    """Return ``out`` resolved; raises UserError if it must not be written.
+
+    foreign: returns why a folder is not of the kind to write, and so not replaced; None if it is.
+    """
     out, source = resolved(out, "OUT "), resolved(source)
     if out == source or source in out.parents or out in source.parents:
         raise UserError(
@@ -28,10 +38,9 @@ def check_target(out: Path, source: Path, *, overwrite: bool) -> Path:
     if out.is_dir() and any(out.iterdir()):
         if not overwrite:
             raise UserError(f"OUT {out} is not empty; choose another folder or pass --overwrite")
-        if not (out / "config.json").is_file() or not any(out.glob("*.safetensors")):
-            raise UserError(
-                f"OUT {out} is not a checkpoint (no config.json with safetensors), so --overwrite does not replace it"
-            )
+        problem = foreign(out)
+        if problem is not None:
+            raise UserError(f"OUT {out} {problem}, so --overwrite does not replace it")
     parent = next(parent for parent in out.parents if parent.exists())
     reason = why_unwritable(parent)
     if reason is not None:
