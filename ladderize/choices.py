@@ -218,8 +218,9 @@ def check_value(field: dataclasses.Field, hint: Any, value: Any) -> None:
 
 
 def identity(options: Any) -> dict[str, Any]:
-    """Return the options that decide the result, by field."""
-    return {field.name: getattr(options, field.name) for field in described(options) if field.metadata[OPTION].decides}
+    """Return the options that decide the result, by field; those that only Python has do."""
+    idle = {field.name for field in described(options) if not field.metadata[OPTION].decides}
+    return {field.name: getattr(options, field.name) for field in fields(options) if field.name not in idle}
 
 
 def option_words(options: Any) -> list[str]:
@@ -272,4 +273,3 @@ REPLICATE_VOCAB = Option(
 )
 OVERWRITE = Option("Replace OUT if it is a checkpoint.", panel=OUTPUT, decides=False)
 NO_VERIFY = Option("Skip loading the output in plain transformers.", panel=OUTPUT, flags="--no-verify", decides=False)
-SEED_OF_ROUNDS = Option("Seed of prompts and of the order in each round.", panel=MEASUREMENT, min=0, max=MAX_SEED)

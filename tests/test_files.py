@@ -84,7 +84,6 @@ def test_nothing_that_is_read_is_replaced(tmp_path, way):
     "command",
     [
         "eval MODEL --perplexity FILE --out FILE",
-        "compare FILE FILE --out FILE",
         "sensitivity MODEL --data FILE --mode sweep --sync-tp-size 2 --overwrite --out FILE",
         "calibrate --hardware FILE --out FILE",
         "plan --shape FILE --hardware h100-sxm --tp-size 2 --out FILE",

@@ -113,9 +113,7 @@ def calibrate(options: CalibrateOptions, *, console: Console = SILENT) -> Calibr
     if sheet is not None:
         sheet.reached_flop_s(dtype)  # raises where its data sheet has none
     timed = (SIZES[kind], dtype, options.backend, console)
-    groups = [
-        run(time_group, *timed, tp_size=ranks, device=kind, threads=options.threads) for ranks in options.tp_sizes
-    ]
+    groups = [run(time_group, *timed, tp_size=ranks, device=kind) for ranks in options.tp_sizes]
     device = fit_device(kind, dtype, groups, sheet)
     device.check("the fitted figures" if sheet is None else f"this machine is no {options.hardware} (--hardware)")
     document = CalibrationDocument(device, fit_link(groups), groups[0].environment, replace(options, device=kind))

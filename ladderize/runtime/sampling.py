@@ -10,6 +10,7 @@ from ladderize.choices import (
     DTYPE,
     MAX_SEED,
     TP_SIZE,
+    DeviceName,
     Dtype,
     SendingBackend,
     argument,
@@ -89,11 +90,11 @@ class GenerateOptions:
         "Sample from the fewest tokens whose probabilities sum to p.", 1.0, min=0.0, max=1.0, panel=SAMPLING
     )
     seed: int = option("Sampling seed; the same draws for every --tp-size.", 0, min=0, max=MAX_SEED, panel=SAMPLING)
-    ignore_eos: bool = option("Do not stop at EOS tokens.", False, panel=SAMPLING)
+    ignore_eos: bool = False  # texts as long as they may be
     tp_size: int = option(TP_SIZE, 1, decides=False)
     backend: SendingBackend = option(BACKEND, "auto", decides=False)
     dtype: Dtype = option(DTYPE, "auto")
-    device: str | None = option(DEVICE, decides=False)
+    device: DeviceName | None = option(DEVICE, decides=False)
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.prompt, self.prompt_file, self.from_bos))) != 1:

@@ -13,7 +13,6 @@ from ladderize.choices import (
     MODELS,
     OUTPUT,
     REPLICATE_VOCAB,
-    SEED_OF_ROUNDS,
     SHAPE_NAMES,
     THREADS,
     TP_SIZE,
@@ -133,7 +132,7 @@ class BenchOptions(Record):
     output_len: int = option(OUTPUT_LEN, 33)
     warmup: int = option("Rounds that are not counted.", 2, panel=MEASUREMENT, min=1)
     repeat: int = option("Rounds that are counted. Medians are reported.", 7, panel=MEASUREMENT, min=1)
-    seed: int = option(SEED_OF_ROUNDS, 0)
+    seed: int = 0  # of prompts, and of the order in each round
     check: bool = option(
         "Skip comparing checkpoints with transformers in float32 before timing; with --train, gradients with those of"
         " the sequential schedule.",
