@@ -368,6 +368,7 @@ RANDOM = "--random-weights 8b"
         ("MODEL --random-weights 8b", 2, "name checkpoints, or a shape with --random-weights, and not both"),
         ("MODEL --link 1,1", 2, "--link has no effect without --emulate-tp"),
         ("MODEL --emulate-tp 2", 2, "--emulate-tp has no effect without --link"),
+        ("MODEL --tp-size 2 --backend nccl --device cpu", 1, "--backend nccl is for GPUs"),
         ("MODEL --emulate-tp 3 --link 1,1", 1, "--emulate-tp 3 does not divide"),
         ("MODEL --schedules domino,magic", 2, "--schedules domino,magic must name sequential or domino"),
         ("MODEL --batch-size 99999999999", 1, "are free; choose fewer or smaller models"),

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ladderize.choices import (
-    BACKEND,
     DEVICE,
     DTYPE,
     MAX_SEED,
@@ -92,7 +91,7 @@ class GenerateOptions:
     seed: int = option("Sampling seed; the same draws for every --tp-size.", 0, min=0, max=MAX_SEED, panel=SAMPLING)
     ignore_eos: bool = False  # texts as long as they may be
     tp_size: int = option(TP_SIZE, 1, decides=False)
-    backend: SendingBackend = option(BACKEND, "auto", decides=False)
+    backend: SendingBackend = "auto"  # how ranks communicate
     dtype: Dtype = option(DTYPE, "auto")
     device: DeviceName | None = option(DEVICE, decides=False)
 
