@@ -77,7 +77,7 @@ def read_config(kind: type, path: Path) -> dict[str, Any]:
 def _parameter(field: Field, hint: Any) -> Parameter:
     """Return typer's parameter of an option or argument."""
     description: Option = field.metadata[OPTION]
-    is_required = field.default is MISSING and field.default_factory is MISSING
+    is_required = field.default is MISSING
     default = field.default
     if description.parse is not None:
         hint = str

@@ -163,8 +163,11 @@ def _layouts(builder: StageBuilder, layouts: Sequence[Layout]) -> Iterator[Sweep
 def _suffix(entry: AdaptEntry, rivals: Sequence[AdaptEntry]) -> str:
     """Return the end of a name such as ``ladder 4:8+align``, with the options in which the stage differs from those of
     other ways of adapting: ``ladder 4:8+align(--samples 64)``."""
-    same = [rival for rival in rivals if rival.options.method == entry.options.method]
-    differing = [typed for typed in entry.typed if any(typed not in rival.typed for rival in same)]
+    common = set(entry.typed)
+    for rival in rivals:
+        if rival.options.method == entry.options.method:
+            common &= set(rival.typed)
+    differing = [typed for typed in entry.typed if typed not in common]
     return f"+{entry.options.method}" + f"({' '.join(differing)})" * bool(differing)
 
 
@@ -173,7 +176,7 @@ def _distinct(points: Sequence[Point]) -> list[Point]:
     stands for both. No name comes twice."""
     once: dict[object, Point] = {}
     for point in points:
-        key = point.planned.key, tuple(stage.key for stage in point.adapting)
+        key = point.planned.key, point.adapting
         if key not in once or (once[key].contests and not point.contests):
             once[key] = point
     counts: Counter[str] = Counter()

@@ -120,9 +120,10 @@ class SweepRun:
 
     def next_stage(self) -> Stage | None:
         """Return the first stage that waits for no other; None: nothing is left that can be run."""
-        waiting = (stage for stage in self.stages() if self.status(stage) == "waiting")
-        ready = (stage for stage in waiting if all(self.status(needed) == "done" for needed in stage.needs))
-        return next(ready, None)
+        for stage in self.stages():
+            if self.status(stage) == "waiting" and all(self.status(needed) == "done" for needed in stage.needs):
+                return stage
+        return None
 
     def _run_stage(self, stage: Stage) -> None:
         begin = time.monotonic()
