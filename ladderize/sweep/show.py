@@ -85,8 +85,8 @@ def plan_script(document: Mapping[str, Any]) -> str:
     folder = shlex.quote(document["out"])
     lines = [f"mkdir -p {folder} && cd {folder} || exit 1"]
     for stage in document["stages"]:
-        output, needs = stage["output"], ", ".join(str(numbers[needed]) for needed in stage["needs"])
-        when = f"after {needs}" if needs else "at any time"
+        output, needs = stage["output"], sorted(numbers[needed] for needed in stage["needs"])
+        when = f"after {', '.join(map(str, needs))}" if needs else "at any time"
         alone = "; alone on its machine" if stage["stage"] == "bench" else ""
         lines.append(f"\n# {numbers[output]}. {stage['title']}: {'kept' if stage['kept'] else when}{alone}")
         if not stage["kept"]:
