@@ -6,7 +6,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from ladderize.runtime.collectives.stream import Stream, whole
+from ladderize.runtime.collectives.differentiable import Stream, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
 from ladderize.runtime.native.library import BLOCK, LANES, TYPES, Cache, Heads, Seen, address

@@ -4,9 +4,9 @@ Prompts of different lengths share a batch padded on the left. Attention never s
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from ladderize.checkpoint.config import head_dim
 from ladderize.errors import UserError
 from ladderize.families.registry import known_family
 from ladderize.memory import check_room
-from ladderize.runtime.graphs import capture
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.sampling import Sampling
@@ -234,6 +233,30 @@ class Generator:
             tokens = sample(logits, sampling, draw)
             new.append(tokens)
         return torch.stack(new, 1)
+
+
+_Output = TypeVar("_Output")
+
+
+def capture(
+    run: Callable[[], _Output], device: torch.device, *, pool: Any = None, warm_ups: int = 2
+) -> tuple[Any, _Output]:
+    """Return a graph of ``run`` and its output, which each replay fills anew.
+
+    pool: memory that graphs share; each one's output is then read before the next is replayed.
+    """
+    side = torch.cuda.Stream(device)  # for the warm-up, as capturing asks for
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm_ups):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's watchdog thread may look at events meanwhile
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        output = run()
+    return graph, output
 
 
 class FixedStep:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ladderize.runtime.collectives.stream import Stream, Unadded, whole
+from ladderize.runtime.collectives.differentiable import Stream, Unadded, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, JoinedLinears, Linear, MlpWeights, RMSNorm
 from ladderize.runtime.native import triton_kernels

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ladderize.layout import APART, DROPPED, HIDING, Layout
 from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient
-from ladderize.runtime.collectives.stream import Stream, whole
+from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient, Stream, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, run_walks

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladderize.runtime.collectives.stream import Stream, whole
+from ladderize.runtime.collectives.differentiable import Stream, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, Linear, MlpWeights, RMSNorm
 from ladderize.runtime.shards import Shape

@@ -14,8 +14,7 @@ def register_plugin() -> None:
 
     from ladderize.families.supported import SUPPORTED
     from ladderize.modeling import ladderized_class
-    from ladderize.vllm.environment import architecture, stock, version_problem
-    from ladderize.vllm.touched import newer_problem
+    from ladderize.vllm.environment import architecture, newer_problem, stock, version_problem
 
     problem = version_problem() or newer_problem()
     for family in SUPPORTED:

@@ -18,7 +18,7 @@ from ladderize.errors import UsageError
 from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, BenchDocument, environment
-from ladderize.runtime.bench.messages import expected_messages, record_messages, sent_sums
+from ladderize.runtime.bench.messages import Message, expected_messages, record_messages, sent_sums
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.plan import BenchPlan, check_bench_memory, plan_bench
 from ladderize.runtime.bench.reference_check import check_models
@@ -29,7 +29,6 @@ from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.differentiable import PendingSum
 from ladderize.runtime.collectives.emulated import emulate
-from ladderize.runtime.collectives.observed import Message
 from ladderize.runtime.decode import Generator, Sampling, sample
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama

@@ -31,12 +31,11 @@ from ladderize.runtime.bench.document import (
     PhaseCommunication,
     may_overlap,
 )
-from ladderize.runtime.bench.messages import Sender, recorded
+from ladderize.runtime.bench.messages import Message, Sender, recorded
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.trace import cpu_flights, flights_of, gpu_flights, overlap_of, traced_events
 from ladderize.runtime.collectives.base import NoCommunication
-from ladderize.runtime.collectives.observed import Message
-from ladderize.runtime.graphs import capture
+from ladderize.runtime.decode import capture
 from ladderize.runtime.schedule import ScheduleName
 from ladderize.runtime.spec import ModelSpec
 

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ladderize.errors import UserError
 from ladderize.runtime.bench.document import Overlap
-from ladderize.runtime.collectives.observed import TRACED_START, TRACED_WAIT, Recording
+from ladderize.runtime.bench.messages import TRACED_START, TRACED_WAIT, Recording
 
 # Kernels of NCCL; of torch's symmetric memory; of vLLM's custom all-reduce (cross_device_reduce) and quick reduce; of
 # FlashInfer, TensorRT-LLM and MSCCL++ (all of whose names hold allreduce). The spin_kernel of emulated.py stands for

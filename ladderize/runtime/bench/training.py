@@ -20,11 +20,10 @@ from ladderize.console import Console
 from ladderize.ranks.device import avoid_cudnn_attention
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, BenchDocument
-from ladderize.runtime.bench.messages import expected_messages, read_sums, record_messages, sent_sums
+from ladderize.runtime.bench.messages import Message, Observed, expected_messages, read_sums, record_messages, sent_sums
 from ladderize.runtime.bench.plan import weights_key
 from ladderize.runtime.bench.rounds import Variant, synchronize, variant_name
 from ladderize.runtime.collectives.base import Collectives, Handle, NoCommunication
-from ladderize.runtime.collectives.observed import Message, Observed
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.spec import ModelSpec

@@ -11,7 +11,7 @@ from ladderize.checkpoint.config import most_positions
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.collectives.stream import Stream, whole
+from ladderize.runtime.collectives.differentiable import Stream, whole
 from ladderize.runtime.decode import GrowingRope, rope_table
 from ladderize.runtime.kv_cache import KVCache, NoCache
 from ladderize.runtime.model import TPLlama
