@@ -31,10 +31,8 @@ def check_device(device: str) -> None:
 
 
 def avoid_cudnn_attention() -> None:
-    """Take cuDNN out of the kernels that PyTorch's attention chooses from.
-
-    Its gradients may be NaN with a mask (pytorch/pytorch#196678), and it plans each length anew, for 0.1 s and more.
-    """
+    """Take cuDNN out of the kernels that PyTorch's attention chooses from. Its gradients may be NaN with a mask
+    (pytorch/pytorch#196678), and it plans each length anew, for 0.1 s and more."""
     import torch
 
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -57,10 +55,8 @@ def processor() -> str:
 
 
 def set_threads(threads: int | None, ranks: int) -> None:
-    """Set torch's threads; None: this machine's cores, divided by its processes (``ranks``).
-
-    Spinning OpenMP teams that overlap on a core slow each other down a hundredfold.
-    """
+    """Set torch's threads; None: this machine's cores, divided by its processes (``ranks``). Spinning OpenMP teams that
+    overlap on a core slow each other down a hundredfold."""
     import torch
 
     torch.set_num_threads(threads or max(1, len(cores()) // ranks))

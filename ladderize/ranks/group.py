@@ -110,10 +110,8 @@ class Ranks:
 
     def split(self, tp_size: int, timeout: timedelta = TRAINING_TIMEOUT) -> tuple["Ranks", "Ranks"]:
         """Arrange the ranks as a table of ``size / tp_size`` rows and ``tp_size`` columns; return (data, tensor).
-
         ``tensor`` is this rank's row: ``tp_size`` neighbours that share one model. ``data`` is its column: the ranks
-        that hold the same part of the model and read different data. All ranks call it; ``tp_size`` divides them.
-        """
+        that hold the same part of the model and read different data. All ranks call it; ``tp_size`` divides them."""
         alone = replace(self, rank=0, size=1, local_size=1, group=None, others=self.others + self.local_size - 1)
         if tp_size == 1:
             return self, alone
@@ -148,10 +146,8 @@ def _limit_nccl(group: Any, device: torch.device) -> None:
 
 
 def rank_device(kind: str, local_rank: int) -> torch.device:
-    """Return the device of a rank: cpu, its GPU among those that it sees, or the one that ``kind`` numbers.
-
-    A GPU becomes torch's current one, to which streams and CUDA graphs belong.
-    """
+    """Return the device of a rank: cpu, its GPU among those that it sees, or the one that ``kind`` numbers. A GPU
+    becomes torch's current one, to which streams and CUDA graphs belong."""
     device = torch.device(kind)
     if kind == "cuda":
         count = torch.cuda.device_count()
@@ -215,10 +211,8 @@ def join_group(launch: Place, device: str, *, timeout: timedelta, init_method: s
 
 
 def join_ranks(device: str) -> Ranks:
-    """Join the group that a launcher has started, if one has, to share out data; device: cpu or cuda.
-
-    It lasts as long as the process: several trainings of one process share it.
-    """
+    """Join the group that a launcher has started, if one has, to share out data; device: cpu or cuda. It lasts as long
+    as the process: several trainings of one process share it."""
     check_device(device)
     launch = launched()
     if launch != ALONE and ":" in device:

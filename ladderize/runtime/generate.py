@@ -47,10 +47,8 @@ class GenerateDocument(Record):
 
 
 def generate(options: GenerateOptions, *, console: Console = SILENT) -> GenerateDocument | None:
-    """Continue ``options.prompt`` as one batch on the tensor-parallel runtime. Returns None on other ranks than 0.
-
-    A console that speaks shows texts, a single one as it is made. Raises UserError or LayoutError.
-    """
+    """Continue ``options.prompt`` as one batch on the tensor-parallel runtime. Returns None on other ranks than 0. A
+    console that speaks shows texts, a single one as it is made. Raises UserError or LayoutError."""
     with console.stage(f"reading {options.model}"):
         spec = open_spec(options)
         tokenizer = tokenizer_of(spec)
@@ -203,10 +201,8 @@ class _Live(TextStreamer):
 
 
 def answer_text(tokenizer: Any, prompt: list[int], new: list[int]) -> str:
-    """Return the text that ``new`` adds to a prompt, without special tokens.
-
-    It is decoded with the prompt, since ids decoded alone may lose the space that they begin with (SentencePiece).
-    """
+    """Return the text that ``new`` adds to a prompt, without special tokens. It is decoded with the prompt, since ids
+    decoded alone may lose the space that they begin with (SentencePiece)."""
     before = str(tokenizer.decode(prompt, skip_special_tokens=True))
     both = str(tokenizer.decode([*prompt, *new], skip_special_tokens=True))
     return both[len(before) :] if both.startswith(before) else str(tokenizer.decode(new, skip_special_tokens=True))

@@ -1,9 +1,7 @@
 """The command ``ladderize generate --out``: answers to the rows of a file, or texts from BOS alone, as training data.
 
-A line depends on its number, the seed and the options of sampling. Lines are written in order, a batch at a time, into
-a file of unfinished work, which gets OUT's name when it is complete. The same command goes on with that file. Batches
-are cut at multiples of their size, so a line is computed in the same row of the same products wherever a run begins.
-"""
+A line depends on its number, the seed and the options of sampling. Batches are cut at multiples of their size, so a
+line is computed in the same row of the same products wherever an interrupted run goes on."""
 
 import itertools
 import json
@@ -60,11 +58,9 @@ class GenerateFileDocument(Record):
 
 
 def generate_file(options: GenerateOptions, *, console: Console = SILENT) -> GenerateFileDocument | None:
-    """Write a line to ``options.out`` for each row of ``prompt_file``, or texts from BOS; see docs/files.md.
-
-    Rows that cannot be used are left out. A killed run goes on when it is called again. Returns None on other ranks
-    than 0. Raises UserError where too many rows cannot be used, or OUT cannot be written.
-    """
+    """Write a line to ``options.out`` for each row of ``prompt_file``, or texts from BOS; see docs/files.md. Rows that
+    cannot be used are left out. A killed run goes on when it is called again. Returns None on other ranks than 0.
+    Raises UserError where too many rows cannot be used, or OUT cannot be written."""
     if options.out is None:
         raise UsageError("generate_file needs out, the .jsonl file to write")
     out = resolved(options.out, "--out ")

@@ -1,7 +1,4 @@
-"""The start of a function on every rank of a group: in this process, in new ones of this host, or in a launcher's.
-
-New processes are forked from a server that has imported torch and transformers (``ranks.environment``).
-"""
+"""The start of a function on every rank of a group: in this process, in new ones of this host, or in a launcher's."""
 
 import contextlib
 import dataclasses

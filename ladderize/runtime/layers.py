@@ -1,9 +1,6 @@
 """One rank's part of a Llama's tensors, and the linear layers over it.
 
-Column-parallel layers (q, k, v; gate, up) compute a slice of their outputs; row-parallel ones (o, down) read a slice of
-their inputs and return a *partial sum*. The caller decides when to reduce it, so the bias belongs to no rank and is
-kept apart. ``shards`` says which part a rank has.
-"""
+Row-parallel layers (o, down) return a *partial sum*, which the caller reduces: the bias belongs to no rank."""
 
 import functools
 from collections.abc import Sequence
@@ -58,11 +55,9 @@ class JoinedLinears(list[Linear]):
 
 
 class RMSNorm:
-    """The norm x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 inside and rounded once.
-
-    On a CPU it is layer_norm of [x, -x], whose mean is 0 and whose variance is the mean of x^2. That takes three
-    kernels, where torch's rms_norm takes nine.
-    """
+    """The norm x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 inside and rounded once. On a CPU
+    it is layer_norm of [x, -x], whose mean is 0 and whose variance is the mean of x^2. That takes three kernels, where
+    torch's rms_norm takes nine."""
 
     __slots__ = ("doubled", "eps", "weight")
 

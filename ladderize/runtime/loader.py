@@ -38,9 +38,7 @@ class CheckpointSource:
 
 class RandomSource:
     """Weights of a shape without a checkpoint: normal with the standard deviation that keeps activations of order one.
-
-    Each tensor's numbers depend on its name only, so that layouts compared in one run have the same weights.
-    """
+    Each tensor's numbers depend on its name only, so that layouts compared in one run have the same weights."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
         self.shapes, self.dtype, self.device = shapes, dtype, device
@@ -141,9 +139,7 @@ def _layer(
 
 def pair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
     """Reorder each head's rows so that the two that rope turns together are neighbours, as a complex product needs.
-
-    Done to q and k alike, this changes no attention score.
-    """
+    Done to q and k alike, this changes no attention score."""
     return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(rows.shape)
 
 

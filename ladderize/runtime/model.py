@@ -1,10 +1,8 @@
 """The tensor-parallel decoder for every family and layout. docs/layouts.md describes its forward pass.
 
-Between layers the state is the residual stream, equal on all ranks, and perhaps one all-reduce in flight. Each
-sub-module returns this rank's partial sum; the layout says whether its sum is waited for at once (blocking), after the
-next sub-module (overlapped, Ladder Residual, arXiv 2501.06589, or delayed: that one reads this rank's partial at once)
-or left out until the next sync point (dropped, SPD, arXiv 2502.20727).
-"""
+Between layers the state is the residual stream, equal on all ranks, and perhaps one all-reduce in flight. The layout
+says whether a sub-module's sum is waited for at once, after the next sub-module (overlapped or delayed: that one reads
+this rank's partial at once), or left out until the next sync point (dropped)."""
 
 from collections.abc import Generator
 from typing import Any, TypeVar

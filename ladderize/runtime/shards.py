@@ -1,8 +1,6 @@
 """The sizes of a Llama, and the part of its tensors that one rank has. Imports no torch.
 
-Heads and intermediate rows are split in contiguous blocks, rank by rank; KV heads are replicated where there are more
-ranks than KV heads (docs/layouts.md; Megatron-LM, arXiv 1909.08053).
-"""
+Heads and intermediate rows are split in contiguous blocks; KV heads are replicated where there are fewer than ranks."""
 
 import json
 from collections.abc import Mapping
@@ -35,10 +33,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model and of one rank's part of it, and the decoder of its family.
-
-    Every size is a count. ``tp_size`` processes share the model.
-    """
+    """The sizes of a model and of one rank's part of it, and the decoder of its family. Every size is a count.
+    ``tp_size`` processes share the model."""
 
     vocab: int
     hidden: int

@@ -80,11 +80,9 @@ class VllmPlan:
 
 
 def bench_vllm(options: BenchOptions, *, console: Console = SILENT) -> BenchDocument:
-    """Time the models in vLLM against each other, and return the result; a console that speaks shows it.
-
-    A dense model runs in vLLM's own class, unless messages are emulated; others in ladderize's. Raises UsageError or
-    UserError for what cannot be measured.
-    """
+    """Time the models in vLLM against each other, and return the result; a console that speaks shows it. A dense model
+    runs in vLLM's own class, unless messages are emulated; others in ladderize's. Raises UsageError or UserError for
+    what cannot be measured."""
     check_vllm()
     if is_newer():
         console.warn(f"{not_known()}: it was not tried")

@@ -1,14 +1,4 @@
-"""The environment: which vLLM there is, and the variables that it and ladderize's layers read. Imports no vLLM.
-
-============================= =======================================================================================
-``LADDERIZE_VLLM_BACKEND``
-============================= =======================================================================================
-``auto`` (or unset)           on GPUs vLLM's all-reduce; on CPUs ``shm`` where all ranks share a host, else ``gloo``
-``shm``, ``gloo``             ladderize's own collectives, on CPUs
-``emulated:RANKS:LINK``       one rank of a group that is not there, at TP 1: a delay instead of each all-reduce, for
-                              timing only. LINK is what ``ladderize bench --link`` takes: ``20,100``, or a name
-============================= =======================================================================================
-"""
+"""The environment: which vLLM there is, what ladderize touches of it, and what carries messages. Imports no vLLM."""
 
 import contextlib
 import importlib

@@ -82,10 +82,8 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
 
 
 def cores_of_ranks(ranks: int) -> dict[str, str]:
-    """Return the variable with each rank's share of the cores, on CPUs.
-
-    vLLM itself gives each rank a NUMA node, and does not start with more ranks than nodes.
-    """
+    """Return the variable with each rank's share of the cores, on CPUs. vLLM itself gives each rank a NUMA node, and
+    does not start with more ranks than nodes."""
     free = sorted(cores())
     share = len(free) // ranks
     if ranks == 1 or share == 0 or default_device() != "cpu":

@@ -1,8 +1,5 @@
-"""The messages of a pass, against those that its layout asks for.
-
-They are counted before anything is timed: the reference check cannot see a sum that is left out where sums are
-emulated, or where weights are random.
-"""
+"""The messages of a pass, against those that its layout asks for, counted before anything is timed: the reference check
+cannot see a sum that is left out where sums are emulated, or where weights are random."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -116,10 +113,8 @@ def sent_sums(layout: Layout, ranks: int) -> int:
 
 def read_sums(layout: Layout, ranks: int) -> int:
     """Return the number of sums that a backward pass sends: of sync points after which a sub-module reads the stream.
-
     An overlapped or delayed sum is there when the next sub-module has computed; if that one's own sum then blocks, the
-    sub-module after it reads the stream with both.
-    """
+    sub-module after it reads the stream with both."""
     both = sum(mode in HIDING and after == BLOCKING for mode, after in pairwise(layout.modes))
     return sent_sums(layout, ranks) - both
 
@@ -127,10 +122,8 @@ def read_sums(layout: Layout, ranks: int) -> int:
 def expected_messages(
     shape: Shape, sums: int, itemsize: int, schedule: Schedule, rows: int, tokens: int
 ) -> ExpectedMessages:
-    """Return the messages of a forward pass over ``rows`` x ``tokens`` with so many ``sums`` of the layers.
-
-    The embedding's are among them where ranks share it. Each chunk of the schedule sends its own.
-    """
+    """Return the messages of a forward pass over ``rows`` x ``tokens`` with so many ``sums`` of the layers. The
+    embedding's are among them where ranks share it. Each chunk of the schedule sends its own."""
     shared, chunks = int(not shape.replicate_vocab), schedule.parts(rows, tokens)
     whole = rows * tokens * shape.hidden * itemsize
     return ExpectedMessages(chunks * (sums + shared), (sums + shared) * whole, chunks * shared)

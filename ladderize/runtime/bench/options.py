@@ -205,10 +205,8 @@ class BenchOptions(Record):
 
     @property
     def passes(self) -> dict[str, int]:
-        """The phases that are timed, and the number of passes of each in the total.
-
-        The first token after a prompt belongs to the prefill.
-        """
+        """The phases that are timed, and the number of passes of each in the total. The first token after a prompt
+        belongs to the prefill."""
         return {"forward": 1, "backward": 1} if self.train else {"prefill": 1, "decode": self.output_len - 1}
 
     @property

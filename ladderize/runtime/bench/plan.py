@@ -1,5 +1,4 @@
-"""The step from the options of ``ladderize bench`` to checked models. All that can be wrong is found before any process
-starts."""
+"""The step from the options of ``ladderize bench`` to checked models, before any process starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,10 +121,8 @@ def check_dense(baseline: str, spec: ModelSpec) -> None:
 
 
 def check_bench_memory(specs: list[ModelSpec], options: BenchOptions, group: Ranks) -> None:
-    """Raise UserError if the ranks of this machine cannot hold what is checked and timed. All ranks call it.
-
-    Otherwise the system would start to kill processes.
-    """
+    """Raise UserError if the ranks of this machine cannot hold what is checked and timed. All ranks call it. Otherwise
+    the system would start to kill processes."""
     advice = (
         "choose fewer or smaller models, fewer layers, a smaller --batch-size, or more ranks; with --no-check no whole"
         " model is needed"
@@ -135,11 +132,9 @@ def check_bench_memory(specs: list[ModelSpec], options: BenchOptions, group: Ran
 
 
 def needed_bytes(specs: list[ModelSpec], options: BenchOptions, device: torch.device) -> int:
-    """Return the bytes of one rank's weights, and of the largest batch's KV caches or one model's gradients.
-
-    Weights, and caches of one size, that layouts share count once. One model has gradients at a time. An emulated rank
-    has no others to be checked with, so before that it holds whole models.
-    """
+    """Return the bytes of one rank's weights, and of the largest batch's KV caches or one model's gradients. Weights,
+    and caches of one size, that layouts share count once. One model has gradients at a time. An emulated rank has no
+    others to be checked with, so before that it holds whole models."""
     weights, whole, caches, on_cpu = {}, {}, set(), device.type == "cpu"
     checked = checked_specs(specs, options) if options.emulate_tp is not None else []
     for spec in specs:

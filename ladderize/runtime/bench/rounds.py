@@ -1,9 +1,7 @@
-"""Variants timed against each other in interleaved rounds, with communication and without, in an order that is drawn
-anew for each round, so that disturbances of the machine hit all alike.
+"""Variants timed against each other in interleaved rounds, with communication and without.
 
-Intervals are 95 % intervals of a paired bootstrap: rounds are drawn with replacement, and a round's times of both
-variants stay together, since a slow moment of the machine hits both.
-"""
+Disturbances of the machine hit all alike: the order is drawn anew for each round, and the paired bootstrap of the 95 %
+intervals keeps a round's times of both variants together."""
 
 import functools
 import random
@@ -254,11 +252,9 @@ def waited(variant: Variant, phase: str, alone: Alone) -> PhaseCommunication:
 
 
 def time_alone(message: Message, variant: Variant, document: BenchDocument, group: Ranks, console: Console) -> float:
-    """Return the ms of a message with nothing beside it, measured when first asked for. All ranks call it.
-
-    An emulated one takes on a CPU what its link says. A GPU's clock may tick too seldom for that, so that it is
-    measured there, too, with a warning where it is far off.
-    """
+    """Return the ms of a message with nothing beside it, measured when first asked for. All ranks call it. An emulated
+    one takes on a CPU what its link says. A GPU's clock may tick too seldom for that, so that it is measured there,
+    too, with a warning where it is far off."""
     link, size, over = document.link, message.bytes, message.over
     collectives = variant.model.collectives  # the message goes over them, or over a split of them
     label = message.collective

@@ -1,10 +1,7 @@
-"""``ladderize bench --train``: forward and backward passes over random tokens, with gradients of all parameters in
-float32. The optimizer does not communicate, so it is left out.
+"""``ladderize bench --train``: forward and backward passes. The optimizer sends nothing: it is left out.
 
-Before any timing, every schedule must give the loss and gradients of the sequential one of the same model, every sum
-waited for at once; the tests compare that one with transformers. This check computes in float32, since bfloat16 alone
-takes a gradient up to 0.2 off.
-"""
+Before any timing, every schedule must give the loss and gradients of the sequential one whose sums block; the tests
+compare that one with transformers. This check computes in float32: bfloat16 alone takes a gradient up to 0.2 off."""
 
 import copy
 import functools
@@ -46,9 +43,7 @@ def open_steps(
     rows: int,
 ) -> list[Variant]:
     """Open every model with every schedule, and leave out those whose gradients are not the sequential schedule's.
-
-    Raises UserError if one sends other messages than its layout asks for.
-    """
+    Raises UserError if one sends other messages than its layout asks for."""
     options, variants = document.options, []
     with console.stage(f"opening and checking the schedules, batch {rows}"):
         for spec in specs:
@@ -149,10 +144,8 @@ class ModelStep:
             self.model.collectives.all_reduce(loss.new_zeros(self.weights.partial_numbers))
 
     def recorded_messages(self, name: str) -> dict[str, list[Message]]:
-        """Return the messages of each pass. Raises UserError for unexpected ones, with the step's name.
-
-        The gradient of a sub-module's input is as large as the sum that it reads.
-        """
+        """Return the messages of each pass. Raises UserError for unexpected ones, with the step's name. The gradient of
+        a sub-module's input is as large as the sum that it reads."""
         shape, layout, itemsize = self.weights.shape, self.spec.layout, self.spec.torch_dtype.itemsize
         carrier = OfGroup(self.group) if self.is_real else self.model.collectives
         small = Message("all_reduce", carrier, 4 * self.weights.partial_numbers)
@@ -243,10 +236,8 @@ def check_outcome(outcome: Outcome, wanted: Outcome, group: Ranks) -> dict[str, 
 
 
 def _worst(outcome: Outcome, wanted: Outcome) -> tuple[float, str]:
-    """Return the largest relative difference of a tensor's gradient, and its name.
-
-    NaN counts as infinite, and so does a gradient that only one of the two has.
-    """
+    """Return the largest relative difference of a tensor's gradient, and its name. NaN counts as infinite, and so does
+    a gradient that only one of the two has."""
     if missing := outcome.gradients.keys() ^ wanted.gradients.keys():
         return math.inf, min(missing)
     differences = [

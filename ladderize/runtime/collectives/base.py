@@ -1,17 +1,4 @@
-"""All-reduces that may run under compute: one small interface and its backends.
-
-=========== ==============================================================================================
-backend     for
-=========== ==============================================================================================
-``nccl``    GPUs: on a stream of its own, capturable in CUDA graphs
-``symm_mem`` GPUs that see each other's memory: one kernel for small messages, NCCL for large ones
-``gloo``    CPUs, also on several hosts
-``shm``     CPUs of one host: shared memory, no sockets (shm.py)
-``emulated`` one rank of a group that is not there: a delay instead of each collective (emulated.py)
-``none``    nothing is summed: the no-communication upper bound, for timing only
-``single``  a group of one
-=========== ==============================================================================================
-"""
+"""All-reduces that may run under compute: one small interface, whose backends are the other files of this folder."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -62,10 +49,8 @@ class Collectives:
         self.splits: dict[int, Split] = {}
 
     def split(self, size: int) -> "Split":
-        """Return the collectives of this rank's group of ``size`` neighbours, and those across such groups.
-
-        All ranks call it. They are made the first time by ``make_split``, and end with this backend.
-        """
+        """Return the collectives of this rank's group of ``size`` neighbours, and those across such groups. All ranks
+        call it. They are made the first time by ``make_split``, and end with this backend."""
         if size not in self.splits:
             if self.make_split is None:
                 raise NotImplementedError(f"{self.name} has no groups within its ranks")
@@ -85,18 +70,14 @@ class Collectives:
         return x
 
     def tidy(self) -> None:
-        """Free the buffers that are kept for many sizes of messages.
-
-        All ranks call it, with no handle left to wait for, before a pass whose sizes may be new.
-        """
+        """Free the buffers that are kept for many sizes of messages. All ranks call it, with no handle left to wait
+        for, before a pass whose sizes may be new."""
         for collectives in self.parts:
             collectives.tidy()
 
     def settle(self) -> None:
-        """Finish all communication of this backend, also receives that were posted ahead of their message.
-
-        All ranks call it, at the end, and where the next messages are of another kind, with no handle left to wait for.
-        """
+        """Finish all communication of this backend, also receives that were posted ahead of their message. All ranks
+        call it, at the end, and where the next messages are of another kind, with no handle left to wait for."""
         for collectives in self.parts:
             collectives.settle()
 

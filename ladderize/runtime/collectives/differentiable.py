@@ -1,16 +1,12 @@
 """A sub-module's sum on its way into the residual stream, forward and backward.
 
-Forward, *start* sends the partial sums and *wait* adds their sum to the stream. Backward it is the other way round:
-wait's backward starts the all-reduce of the gradient of x, which each rank knows its part of, and start's backward
-waits for it. Autograd runs the nodes in the reverse of the order in which forward made them. So whatever forward does
-between a start and its wait has its backward between the backward's start and wait: what hides a message on the way
-there hides the message on the way back.
+Forward, *start* sends the partial sums and *wait* adds their sum to the stream. Backward wait's node starts the
+all-reduce of the gradient of x, which each rank knows its part of, and start's node waits for it: what hides a message
+on the way there hides the message on the way back.
 
-x is the residual stream as a sub-module reads it. It is a tensor of its own, which keeps the part of the gradient that
-needs a sum (through the sub-module) apart from the part that all ranks have alike (through the stream). The sum is
-taken before the sub-module's norm, whose backward is linear in the gradient: a sub-module's whole backward sends one
-message.
-"""
+x is the residual stream as a sub-module reads it, a tensor of its own: the part of the gradient that needs a sum
+(through the sub-module) stays apart from the part that all ranks have alike. The sum is taken before the norm, whose
+backward is linear in the gradient: a sub-module's whole backward sends one message."""
 
 from collections.abc import Callable
 from typing import Any
@@ -164,10 +160,8 @@ class _Start(Function):
 
 
 class _Wait(Function):
-    """The wait for the sum. Returns the stream with the sum twice, as the stream and as x.
-
-    All ranks have the sum alike, like the stream.
-    """
+    """The wait for the sum. Returns the stream with the sum twice, as the stream and as x. All ranks have the sum
+    alike, like the stream."""
 
     @staticmethod
     def forward(
@@ -193,10 +187,8 @@ class _Wait(Function):
 
 
 class ShareOfGradient(Function):
-    """A function that passes a value on, and the part ``share`` of its gradient.
-
-    It is for values that all ranks add alike, where gradients are summed over the ranks.
-    """
+    """A function that passes a value on, and the part ``share`` of its gradient. It is for values that all ranks add
+    alike, where gradients are summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: float) -> Tensor:

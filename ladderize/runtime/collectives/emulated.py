@@ -20,9 +20,7 @@ SLEEP_SLACK = 2e-3
 
 class Emulated(Collectives):
     """Emulated collectives of ``ranks`` ranks over ``link``, on a CPU: a timer. Sums are this rank's partials alone.
-
-    One message is on the link at a time: a second one starts when the first is through.
-    """
+    One message is on the link at a time: a second one starts when the first is through."""
 
     name = "emulated"
 

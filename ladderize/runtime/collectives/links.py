@@ -128,11 +128,9 @@ class Interconnect(Record):
             _check_figure(f"{where}: beta_gb_s", self.any_ranks.beta_gb_s, SLOWEST_GB_S, 1e9)
 
     def at(self, ranks: int) -> Link:
-        """Return the link of a group of ``ranks``. Raises UserError for ranks that are no whole groups.
-
-        Between the rows and beyond them it is derived, with a larger error: the latency is a line in the number of
-        ranks, as of a ring; the bus bandwidth changes between the rows and stays beyond them.
-        """
+        """Return the link of a group of ``ranks``. Raises UserError for ranks that are no whole groups. Between the
+        rows and beyond them it is derived, with a larger error: the latency is a line in the number of ranks, as of a
+        ring; the bus bandwidth changes between the rows and stays beyond them."""
         if ranks == 1:
             return NO_LINK
         if self.groups_of is not None and not self.is_within(ranks):

@@ -1,14 +1,10 @@
-"""The all-reduce between processes of one host through shared memory: no sockets, no system call while all are on time.
+"""The all-reduce between processes of one host through shared memory: no system call while all are on time.
 
 Every rank writes its message into a slot of its own and then raises its counter; a peer that sees the counter may read
-the slot. "Asynchronous" means that no rank waits for another until ``wait``: by then the peers' data is usually there.
-
-Memory ordering. A writer's stores to its slot must become visible before its store to the counter, and a reader must
-not load the slot before the counter. x86 guarantees both for ordinary stores and loads (total store order); the C
-library ends its non-temporal copies with a fence; and each access below is a separate call into compiled code, which no
-compiler moves. Counters are aligned 8-byte words, each on a cache line of its own and written by one rank only. Other
-architectures give no such guarantee without fences, which Python cannot issue: they are refused.
-"""
+the slot. A writer's stores to its slot must become visible before its store to the counter, and a reader must not load
+the slot before the counter. x86 guarantees both; the C library ends its non-temporal copies with a fence; and each
+access below is a separate call into compiled code, which no compiler moves. Counters are aligned 8-byte words, each on
+a cache line of its own and written by one rank only. Other architectures need fences, which Python cannot issue."""
 
 import mmap
 import multiprocessing
@@ -104,10 +100,8 @@ class SharedMemory(Collectives):
     @staticmethod
     def _attach(group: Ranks, size: int) -> mmap.mmap:
         """Return a file in memory that every rank has mapped. Its name is deleted before, so nothing stays behind.
-
         Raises UserError where there is no room. multiprocessing's SharedMemory does not do: before Python 3.13 its
-        resource tracker unlinks the segment when any process that attached ends.
-        """
+        resource tracker unlinks the segment when any process that attached ends."""
         path = None
         if group.is_main:
             descriptor, path = tempfile.mkstemp(prefix=f"ladderize-{_starter()}-", dir=FOLDER)

@@ -1,10 +1,8 @@
-"""A product whose weight's gradient is computed later than its input's.
+"""A product whose weight's gradient is computed later than its input's, under whose sum over the ranks it runs.
 
-The gradient of a sub-module's input has to be summed over the ranks, that of its weights has not. So the weight enters
-a product through a node of its own (``WeightUse``), which is made before the sum that the product's input waits for.
-Autograd runs nodes in the reverse of that order: first the gradients of the inputs, then the start of their sum, then
-the gradients of the weights, and only then the wait (Domino, arXiv 2409.15241, section 3.3).
-"""
+The weight enters through a node of its own, made before the sum that the product's input waits for. Autograd runs nodes
+in reverse: the gradients of the inputs, the start of their sum, the gradients of the weights, and only then the wait
+(Domino, arXiv 2409.15241, section 3.3)."""
 
 from typing import Any
 

@@ -1,11 +1,8 @@
 """Cross-entropy and divergence of logits that lie in vocabulary-parallel parts: no rank ever holds all of them.
 
-Each rank computes on its own columns, and one all-gather of a few numbers of each token makes them known to all
-(Megatron-LM, arXiv 1909.08053, section 3: the same idea for the cross-entropy alone). Every rank then computes the same
-losses from the same numbers, bit for bit. The backward pass needs no message.
-
-With Z_r = log sum exp of rank r's scores, Z = log sum exp of the Z_r, and v_r = exp(Z_r - Z) this rank's share of the
-probability (w_r the teacher's), for a token with target y:
+One all-gather of a few numbers of each token makes all ranks compute the same losses, bit for bit (Megatron-LM, arXiv
+1909.08053, section 3). With Z_r = log sum exp of rank r's scores, Z = log sum exp of the Z_r, and v_r = exp(Z_r - Z)
+this rank's share of the probability (w_r the teacher's), for a token with target y:
 
     log q(y) = log q_r(y) + Z_r - Z     on the rank r that has y
     KL       = sum_r w_r (KL_r + log w_r - log v_r)

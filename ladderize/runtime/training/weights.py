@@ -1,7 +1,5 @@
-"""One rank's part of a Llama as parameters: fp32 where they are trained, else in the dtype that is computed in.
-
-They have the runtime's order (loader.py). ``pieces`` says where a checkpoint's tensors lie among them.
-"""
+"""One rank's part of a Llama as parameters, in the runtime's order (loader.py): fp32 where they are trained, else in
+the dtype that is computed in. ``pieces`` says where a checkpoint's tensors lie among them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -170,11 +168,9 @@ class TrainedWeights(nn.Module):
         return [parameter for parameter in partial if parameter is not None]
 
     def copied_rows(self) -> list[list[tuple[Any, slice, int]]]:
-        """Return the rows of KV heads that several virtual ranks hold, of this process or of its neighbours.
-
-        A group is of one kind of parameter in a layer; each virtual rank of this process has its parameter in it, the
-        rows of the KV head in it, and the head's number.
-        """
+        """Return the rows of KV heads that several virtual ranks hold, of this process or of its neighbours. A group is
+        of one kind of parameter in a layer; each virtual rank of this process has its parameter in it, the rows of the
+        KV head in it, and the head's number."""
         groups = []
         for attention, _ in self._layers():
             count = len(attention.qkv)
