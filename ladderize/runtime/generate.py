@@ -137,12 +137,7 @@ def end_ids(spec: ModelSpec, options: GenerateOptions) -> tuple[int, ...]:
 
 
 def answer(
-    spec: ModelSpec,
-    options: GenerateOptions,
-    prompts: Sequence[list[int]],
-    done: int,
-    report: Report,
-    console: Console,
+    spec: ModelSpec, options: GenerateOptions, prompts: Sequence[list[int]], done: int, report: Report, console: Console
 ) -> None:
     """Continue the prompts (token ids of each) behind the first ``done`` ones, of which rank 0 knows, on ladderize's
     own ranks. ``report`` is called with each batch: (number of its first text, new ids of each)."""

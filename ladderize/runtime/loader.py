@@ -23,22 +23,17 @@ class CheckpointSource:
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
 
     def read(self, piece: Slice) -> Tensor:
-        info = self.checkpoint.tensors[piece.name]
-        loaded = read_tensor(
-            self.checkpoint.folder,
-            info,
-            dim=piece.dim,
-            start=piece.start,
-            stop=piece.stop,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        folder, info, dtype = self.checkpoint.folder, self.checkpoint.tensors[piece.name], self.dtype
+        dim, start, stop = piece.dim, piece.start, piece.stop
+        loaded = read_tensor(folder, info, dim=dim, start=start, stop=stop, dtype=dtype, device=self.device)
         return _padded(loaded, piece.rows)
 
 
 class RandomSource:
     """Weights of a shape without a checkpoint: normal with the standard deviation that keeps activations of order one.
-    Each tensor's numbers depend on its name only, so that layouts compared in one run have the same weights."""
+
+    Each tensor's numbers depend on its name only, so that layouts compared in one run have the same weights.
+    """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
         self.shapes, self.dtype, self.device = shapes, dtype, device
@@ -48,8 +43,7 @@ class RandomSource:
         if piece.dim is not None:
             shape[piece.dim] = piece.stop - piece.start
         if len(shape) == 1:
-            value = 0.0 if piece.name.endswith("bias") else 1.0
-            tensor = torch.full(shape, value, dtype=self.dtype, device=self.device)
+            tensor = torch.full(shape, float(not piece.name.endswith("bias")), dtype=self.dtype, device=self.device)
         else:
             generator = torch.Generator(self.device).manual_seed(zlib.crc32(piece.name.encode()))
             tensor = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
@@ -58,12 +52,7 @@ class RandomSource:
 
 
 def load_weights(
-    read_slice: Read,
-    shape: Shape,
-    layout: Layout,
-    *,
-    pack: bool,
-    advance: Callable[[int], None] = lambda count: None,
+    read_slice: Read, shape: Shape, layout: Layout, *, pack: bool, advance: Callable[[int], None] = lambda count: None
 ) -> Weights:
     """Return one rank's weights for ``layout``.
 

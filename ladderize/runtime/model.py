@@ -30,12 +30,7 @@ class TPLlama:
     """
 
     def __init__(
-        self,
-        shape: Shape,
-        layout: Layout,
-        weights: Any,
-        collectives: Collectives,
-        operations: Operations | None = None,
+        self, shape: Shape, layout: Layout, weights: Any, collectives: Collectives, operations: Operations | None = None
     ) -> None:
         self.shape, self.layout, self.weights, self.collectives = shape, layout, weights, collectives
         self.operations = operations or Operations()

@@ -64,11 +64,7 @@ class GenerateOptions:
         "Sample texts from BOS alone into --out. A killed run goes on when run again.", False, panel=TRAINING_DATA
     )
     num_samples: int | None = option(
-        "Texts, or the most rows to answer.",
-        min=1,
-        shown="all rows of --prompt-file",
-        panel=TRAINING_DATA,
-        needs="out",
+        "Texts, or the most rows to answer.", min=1, shown="all rows of --prompt-file", panel=TRAINING_DATA, needs="out"
     )
     out: Path | None = option(
         "The .jsonl file to write, for adapt --data.", metavar="FILE", panel=TRAINING_DATA, decides=False

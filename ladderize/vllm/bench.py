@@ -25,7 +25,7 @@ from ladderize.layout import CONFIG_KEYS
 from ladderize.ranks.device import default_device
 from ladderize.ranks.environment import GLOO_INTERFACE
 from ladderize.ranks.group import Ranks, host_id
-from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, BenchDocument, environment
+from ladderize.runtime.bench.document import BenchDocument, environment
 from ladderize.runtime.bench.inference import random_prompts
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.plan import check_dense, chosen_models
@@ -60,14 +60,12 @@ class Served:
     """A row: a folder that vLLM opens, and the model in it. Weights are random where the model has no folder.
 
     architecture: vLLM's model class, its own or the plugin's.
-    is_baseline: True for the dense model in the plugin's class.
     """
 
     name: str
     spec: ModelSpec
     folder: Path
     architecture: str
-    is_baseline: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,7 @@ def served_models(specs: list[ModelSpec], options: BenchOptions, work: Path, *, 
         rows.append(_served(spec.name, spec, work / str(number), plugin=is_plugin))
     if "plugin" in options.baselines:
         check_dense("plugin", specs[0])
-        baseline = _served("plugin's dense", specs[0], work / "plugin", plugin=True)
-        rows.insert(1, replace(baseline, is_baseline=True))
+        rows.insert(1, _served("plugin's dense", specs[0], work / "plugin", plugin=True))
     return rows
 
 
@@ -190,8 +187,7 @@ def measure_engines(ranks: Ranks, plan: VllmPlan, console: Console) -> BenchDocu
             vocab = int(served.spec.config["vocab_size"])
             prompts = random_prompts(vocab, batch, options.prompt_len, options.seed)
             run = functools.partial(serve_batch, served.name, engine.llm_engine, prompts, numbers)
-            kind = BASELINE_ROW if served.is_baseline else MODEL_ROW
-            variants.append(Variant(served.name, served.spec, sender, run, kind=kind, architecture=served.architecture))
+            variants.append(Variant(served.name, served.spec, sender, run, architecture=served.architecture))
         return variants
 
     return measure(document, open_variants, ranks, console)

@@ -50,19 +50,16 @@ def version_problem() -> str | None:
 
 
 def is_newer() -> bool:
-    """Return True if the installed vLLM is newer than those that ladderize knows."""
     return _release(installed_version() or "0.0") > NEWEST
 
 
 def not_known() -> str:
-    """Return the words that say which vLLM ladderize knows, and which one this is."""
     oldest, newest = (".".join(map(str, release)) for release in (OLDEST, NEWEST))
     return f"ladderize's layers are for vLLM {oldest} to {newest}, and this is vLLM {installed_version()}"
 
 
 def check_vllm() -> None:
-    problem = version_problem()
-    if problem is not None:
+    if problem := version_problem():
         raise UserError(problem)
 
 
@@ -158,10 +155,7 @@ TOUCHED = {
         "QKVParallelLinear": "quant_method",
     },
     "vllm.model_executor.layers.logits_processor": {"LogitsProcessor": "scale"},
-    "vllm.model_executor.models.config": {
-        "": "MODELS_CONFIG_MAP",
-        "VerifyAndUpdateConfig": "verify_and_update_config",
-    },
+    "vllm.model_executor.models.config": {"": "MODELS_CONFIG_MAP", "VerifyAndUpdateConfig": "verify_and_update_config"},
     "vllm.model_executor.models.llama": {
         "LlamaAttention": "qkv_proj o_proj attn q_size kv_size head_dim scaling bias_o_proj",
         "LlamaDecoderLayer": "self_attn mlp input_layernorm post_attention_layernorm attn_layer_type",

@@ -93,8 +93,6 @@ def cores_of_ranks(ranks: int) -> dict[str, str]:
 
 
 class VLLMModel:
-    """A model in vLLM's processes."""
-
     def __init__(self, name: str, checkpoint: Checkpoint, options: EvalOptions, engine: Any) -> None:
         from vllm.platforms import current_platform
 

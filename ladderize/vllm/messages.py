@@ -35,15 +35,11 @@ logger = init_logger("vllm.ladderize")
 
 
 class Pending(NamedTuple):
-    """A message [tokens, hidden] in flight.
-
-    total: the place of its sum, which is the partial itself where that is summed in place; on CPUs it is elsewhere.
-    arrived: True if ``total`` holds the sum.
-    """
+    """A message [tokens, hidden] in flight."""
 
     partial: Tensor
-    total: Tensor
-    arrived: bool = False
+    total: Tensor  # the place of its sum: the partial itself where that is summed in place; on CPUs it is elsewhere
+    arrived: bool = False  # ``total`` holds the sum
 
 
 class Messages:

@@ -35,7 +35,7 @@ class KeptWeight(UnquantizedLinearMethod):
         layer.weight = nn.Parameter(weight.data, requires_grad=False)
 
 
-# ---- virtual ranks: the k-th of a process owns the k-th contiguous part of its heads and intermediate rows ----
+# virtual ranks: the k-th of a process owns the k-th contiguous part of its heads and intermediate rows
 
 
 def row_parallel(count: int, projection: Any, inputs: Tensor) -> Tensor:
@@ -45,11 +45,8 @@ def row_parallel(count: int, projection: Any, inputs: Tensor) -> Tensor:
 
 
 def column_parallel(projection: Any, sizes: Sequence[int], inputs: Tensor) -> list[Tensor]:
-    """Return each virtual rank's part of the projections that vLLM merged into one: [count, tokens, size / count] each.
-
-    sizes: of the projections' outputs on this process.
-    inputs: each virtual rank's own, [count, tokens, hidden].
-    """
+    """Return each virtual rank's part of the projections that vLLM merged into one: [count, tokens, size / count] each,
+    with inputs of their own [count, tokens, hidden]. sizes: of the projections' outputs on this process."""
     count, products = len(inputs), []
     biases = [None] * len(sizes) if projection.bias is None else projection.bias.split(sizes)
     for weight, bias in zip(projection.weight.split(sizes), biases, strict=True):
@@ -64,15 +61,9 @@ def beside_each_other(outputs: Tensor) -> Tensor:
 
 
 class FamilyAttention(LlamaAttention):
-    """vLLM's attention of a Llama with the additions of ``decoder``: norms of heads, layers without rope, a scale of
-    scores.
-
-    vLLM itself finds the windows in the config.
-
-    heads_only: leave out o_proj; the layer multiplies by its slices.
-
-    The input may be apart for each virtual rank of the process, [count, tokens, hidden].
-    """
+    """vLLM's attention with the additions of ``decoder``: norms of heads, layers without rope, a scale of scores. The
+    input may be apart for each virtual rank, [count, tokens, hidden]. heads_only: leave out o_proj; the layer
+    multiplies by its slices."""
 
     def __init__(
         self, decoder: Decoder, heads_only: bool, *, bias: bool, bias_o_proj: bool, prefix: str, **arguments: Any
@@ -85,13 +76,12 @@ class FamilyAttention(LlamaAttention):
 
     @property
     def scaling(self) -> float:
-        """The scale of scores, which vLLM's constructor reads."""
         scale = self.decoder.attention_scale
         return self.head_dim**-0.5 if scale is None else scale
 
     @scaling.setter
     def scaling(self, value: float) -> None:
-        """Ignore the scale that vLLM's constructor sets: it is a Llama's, and not every family's."""
+        """Ignore the scale that vLLM's constructor sets, which is a Llama's; it reads the family's."""
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         sizes = [self.q_size, self.kv_size, self.kv_size]
@@ -140,12 +130,7 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
                 projection.quant_method = KeptWeight()
 
     def forward(
-        self,
-        positions: Tensor,
-        delta: Tensor | None,
-        residual: Tensor,
-        pending: Pending | None,
-        ahead: Tensor | None,
+        self, positions: Tensor, delta: Tensor | None, residual: Tensor, pending: Pending | None, ahead: Tensor | None
     ) -> tuple[Tensor | None, Tensor, Pending | None, Tensor | None]:
         """Return the new (delta, residual, pending, ahead).
 
@@ -170,7 +155,6 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
         return self.sync(self.mlp_sync, self.mlp_sums, partial, residual, pending, down_proj)
 
     def scaled(self, added: Tensor) -> Tensor:
-        """Return a part that is added to the stream, times the family's factor."""
         return added if self.scale == 1 else added * self.scale
 
     def sliced_mlp(self, x: Tensor) -> Tensor:
@@ -188,13 +172,7 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
         return product
 
     def sync(
-        self,
-        mode: str,
-        summed: bool,
-        partial: Tensor,
-        residual: Tensor,
-        pending: Pending | None,
-        projection: Any,
+        self, mode: str, summed: bool, partial: Tensor, residual: Tensor, pending: Pending | None, projection: Any
     ) -> tuple[Tensor | None, Tensor, Pending | None, Tensor | None]:
         """Run a sync point: wait for the message in flight, then sum ``partial`` (unless it is ``summed``), send it or
         keep it. Return (delta, residual, pending, ahead)."""
@@ -224,8 +202,6 @@ def read(norm: RMSNorm, delta: Tensor | None, residual: Tensor, ahead: Tensor | 
 
 
 class LadderizedModel(LlamaModel):
-    """The layers between embedding and last norm."""
-
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         layout = layout_of(vllm_config)
         messages = Messages(f"{prefix}.messages", vllm_config)
@@ -241,11 +217,8 @@ class LadderizedModel(LlamaModel):
         intermediate_tensors: IntermediateTensors | None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """Return the normed stream [tokens, hidden], with the streams that a drafter asked for.
-
-        input_ids, positions: [tokens].
-        intermediate_tensors: of a pipeline, which verify.py refuses.
-        """
+        """Return the normed stream [tokens, hidden], with the streams that a drafter asked for. verify.py refuses
+        pipelines, whose are ``intermediate_tensors``."""
         residual = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         residual = residual if self.embedding_scale == 1 else residual * self.embedding_scale
         delta: Tensor | None = None

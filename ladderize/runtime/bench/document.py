@@ -25,13 +25,8 @@ LEAST_ROUNDS = 3  # with fewer there is no interval
 ENOUGH_ROUNDS = 5  # with fewer an interval is too narrow
 
 
-# ---- the machine ----
-
-
 @dataclass(frozen=True)
 class Environment(Record):
-    """Machine, versions and settings."""
-
     LEFT_OUT: ClassVar = ("operations", "gpus", "gpu_memory_bytes", "cuda", "nccl", "vllm")
 
     device: str
@@ -58,10 +53,7 @@ SECRETS = re.compile("KEY|TOKEN|SECRET|PASSWORD")  # in names of variables, such
 def environment(
     group: "Ranks", *, settings: tuple[str, ...] = (), operations: str | None = None, vllm: str | None = None
 ) -> Environment:
-    """Describe the machine; all ranks call it.
-
-    settings: prefixes of further environment variables to note.
-    """
+    """Describe the machine; all ranks call it. settings: prefixes of further environment variables to note."""
     import torch
     import transformers
 

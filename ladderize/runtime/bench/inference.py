@@ -14,7 +14,7 @@ from ladderize.console import SILENT, Console
 from ladderize.errors import UsageError
 from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, BenchDocument, environment
+from ladderize.runtime.bench.document import BenchDocument, environment
 from ladderize.runtime.bench.messages import Message, expected_messages, record_messages, sent_sums
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.plan import BenchPlan, check_bench_memory, plan_bench
@@ -105,22 +105,14 @@ def open_models(
                 generator.schedule = schedule
                 caches.append(generator.cache)
                 generators.append(generator)
-            loud, silent = generators
+            loud = generators[0]
             prompts = random_prompts(loud.model.shape.vocab, batch, options.prompt_len, options.seed)
-            name = variant_name(spec.name, schedule.name, options)
-            if model_class is ParallelLlama:
-                name = "parallel baseline"
-            variant = Variant(
-                name,
-                spec,
-                loud.model,
-                partial(prefill_and_decode, loud, prompts),
-                partial(prefill_and_decode, silent, prompts),
-                kind=MODEL_ROW if name == spec.name else BASELINE_ROW,
-                schedule=schedule.name,
-                messages=recorded_messages(name, spec, loud, prompts),
-                has_silent_row="no-comm" in baselines and not variants,
-            )
+            is_parallel = model_class is ParallelLlama
+            name = "parallel baseline" if is_parallel else variant_name(spec.name, schedule.name, options)
+            run, silent_run = (partial(prefill_and_decode, generator, prompts) for generator in generators)
+            variant = Variant(name, spec, loud.model, run, silent_run, schedule=schedule.name)
+            variant.messages = recorded_messages(name, spec, loud, prompts)
+            variant.has_silent_row = "no-comm" in baselines and not variants
             variants.append(variant)
     return variants
 

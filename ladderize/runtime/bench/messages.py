@@ -42,17 +42,13 @@ class Observed(Collectives):
 
 @dataclass
 class Message:
-    """A message of a pass: an all_reduce, or an all_gather of ``bytes`` from each rank.
-
-    completed: True once the sum has been waited for.
-    vocabulary: True for the embedding's or the LM head's, which every layout waits for.
-    """
+    """A message of a pass: an all_reduce, or an all_gather of ``bytes`` from each rank."""
 
     collective: str
     over: Collectives
     bytes: int
-    completed: bool = False
-    vocabulary: bool = False
+    completed: bool = False  # once the sum has been waited for
+    vocabulary: bool = False  # the embedding's or the LM head's, which every layout waits for
 
 
 class Recording(Observed):
@@ -89,8 +85,6 @@ class Recording(Observed):
 
 
 class Sender(Protocol):
-    """A model, whose messages go over ``collectives``."""
-
     collectives: Collectives
 
 
@@ -143,11 +137,8 @@ def recorded(model: Sender) -> Iterator[Recording]:
 def record_messages(
     name: str, model: Sender, run: Iterator[None], expected: Mapping[str, ExpectedMessages]
 ) -> dict[str, list[Message]]:
-    """Run one pass of each phase, and return its messages. Raises UserError unless all expected ones were sent and
-    waited for.
-
-    run: begun by ``Variant.run``, without CUDA graphs, so that the collectives are called for each message.
-    """
+    """Run one pass of each phase without CUDA graphs, and return its messages. Raises UserError unless all that are
+    expected were sent and waited for."""
     messages = {}
     with recorded(model) as recording:
         next(run)

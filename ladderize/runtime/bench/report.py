@@ -107,7 +107,7 @@ PHASE_TITLES = {
 
 
 def short_ms(milliseconds: float) -> str:
-    """Return the number with four digits, as many as a measurement has at best."""
+    """Return the number with the four digits that a measurement has at best."""
     digits = sum(milliseconds < limit for limit in (1000, 100, 10))
     return f"{milliseconds:.{digits}f}"
 
@@ -155,7 +155,6 @@ def show_bench(document: BenchDocument, console: Console) -> None:
 
 
 def _heading(document: BenchDocument) -> str:
-    """Return the engine, the ranks and what connects or emulates them, the sizes, the schedule, and the rounds."""
     options, link = document.options, document.link
     ranks = f"{options.ranks} rank{'s' * (options.ranks > 1)}, {document.backend}"
     if options.emulate_tp is not None and link is not None:

@@ -55,7 +55,6 @@ class Variant:
     run: runs it once, with so many passes of its last phase. It yields when it is ready, and when the work of each
     phase is done. All ranks call it.
     silent: the same without communication; the difference in time is what ``run`` waits for. None in vLLM.
-    messages: the messages of each phase; empty in vLLM, whose are not seen.
     has_silent_row: its times without communication are the row of the no-comm baseline.
     """
 
@@ -64,14 +63,17 @@ class Variant:
     model: Sender
     run: Run
     silent: Run | None = None
-    kind: str = MODEL_ROW
     schedule: ScheduleName = "sequential"
-    messages: dict[str, list[Message]] = field(default_factory=dict)
+    messages: dict[str, list[Message]] = field(default_factory=dict)  # by phase; empty in vLLM, whose are not seen
     has_silent_row: bool = False
     architecture: str | None = None
     samples: Samples = field(default_factory=dict)
     silent_samples: Samples = field(default_factory=dict)
     overlap: dict[str, Overlap] | None = None
+
+    @property
+    def kind(self) -> str:
+        return MODEL_ROW if self.name == self.spec.name else BASELINE_ROW
 
 
 Alone = Callable[[Message, Variant], float]  # the ms of a message with nothing beside it
@@ -163,7 +165,7 @@ def rows_of(document: BenchDocument, variants: Sequence[Variant], batch: int, al
     for variant in variants:
         shown.append(variant)
         if variant.has_silent_row:
-            shown.append(replace(variant, name=NO_COMM, kind=BASELINE_ROW, silent=None, overlap=None))
+            shown.append(replace(variant, name=NO_COMM, silent=None, overlap=None))
             shown[-1].samples = variant.silent_samples
     total, counted, tokens = "end_to_end", "decode", batch
     if options.train:
@@ -202,10 +204,8 @@ def rows_of(document: BenchDocument, variants: Sequence[Variant], batch: int, al
 
 
 def timed_figures(samples: Samples, first: Samples, passes: Mapping[str, int], total: str) -> dict[str, Any]:
-    """Return the times of each phase and of the total, and their speed-ups over ``first``, as fields of a row.
-
-    passes: the number of passes of each phase that the total has.
-    """
+    """Return the times of each phase and of the total, which has so many ``passes`` of each, and their speed-ups over
+    ``first``, as fields of a row."""
 
     def by_name(rounds: Samples) -> dict[str, Any]:
         medians = {phase: _medians(rounds[phase]) for phase in passes}
@@ -288,9 +288,8 @@ def time_alone(message: Message, variant: Variant, document: BenchDocument, grou
 
 
 def seconds_together(group: Ranks, run: Callable[[], object], count: int, rounds: int, *, graph: bool = True) -> float:
-    """Time a function on all ranks at once; return the seconds of each of the ``count`` times that it does its work.
-
-    They are the median of all rounds but the first, each of the slowest rank.
+    """Time a function on all ranks at once; return the seconds of each of the ``count`` times that it does its work:
+    the median of all rounds but the first, each of the slowest rank.
 
     graph: on a GPU one graph starts all of it: launched one by one, small kernels take as long as their launches.
     """

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ladderize.runtime.collectives.links import SLICED_BYTES
@@ -88,8 +89,7 @@ class Collectives:
 
 
 class Split(NamedTuple):
-    """The collectives of one group of neighbouring ranks, and those that sum over groups what each group's ranks hold
-    alike."""
+    """The collectives of a group of neighbours, and those that sum over groups what each group's ranks hold alike."""
 
     within: Collectives
     across: Collectives
@@ -101,8 +101,7 @@ class AcrossGroups(Collectives):
     Each rank sends its own slice of a long message, so that the group's message crosses the link once; the group then
     gathers the slices. Short ones go whole, from every rank.
 
-    position: of this rank in its group.
-    peers: the collectives of the ranks at this place in every group.
+    peers: the collectives of the ranks at ``position`` in every group.
     """
 
     def __init__(self, within: Collectives, peers: Collectives, position: int) -> None:
@@ -121,8 +120,8 @@ class AcrossGroups(Collectives):
 
 
 def side_by_side(x: Tensor, ranks: int) -> Tensor:
-    """Return ``x`` [..., n] ``ranks`` times, [..., ranks * n]: the all-gather of a group that is not there."""
-    return x.repeat(*[1] * (x.ndim - 1), ranks)
+    """Return the all-gather of a group that is not there."""
+    return torch.cat([x] * ranks, -1)
 
 
 class NoCommunication(Collectives):
