@@ -38,9 +38,6 @@ def avoid_cudnn_attention() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-# ---- cores: two ranks on one slow each other down ----
-
-
 def cores() -> set[int]:
     """Return the cores that this process may run on."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
@@ -63,11 +60,10 @@ def set_threads(threads: int | None, ranks: int) -> None:
 
 
 def take_cores(rank: int, ranks: int, threads: int | None) -> int | None:
-    """Keep this process, ``rank`` of ``ranks`` on this machine, on its share of the cores; return its threads.
+    """Keep this process on its share of the machine's cores, unless that is less than ``threads``; return its threads.
 
     A rank that waits for a message over gloo sleeps. If it wakes up on a core of another rank, the two take turns for a
-    tick of the clock (4 ms), though another core is idle. Nothing changes where there are fewer cores than ranks, or
-    more ``threads`` than a share has cores.
+    tick of the clock (4 ms), though another core is idle.
     """
     all_cores = sorted(cores())
     share = len(all_cores) // ranks

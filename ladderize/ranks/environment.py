@@ -70,7 +70,7 @@ def already_started() -> bool:
 
 
 def is_main_rank() -> bool:
-    """Return True in the process that prints and writes: rank 0, or the only one."""
+    """Return True in the process that prints and writes."""
     return os.environ.get(RANK, "0") in ("", "0")
 
 

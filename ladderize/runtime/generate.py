@@ -26,8 +26,6 @@ Question = str | Conversation  # a text to continue, or a conversation without i
 
 @dataclass(frozen=True)
 class GeneratedText(Record):
-    """A prompt and its continuation."""
-
     prompt: str
     text: str
     prompt_tokens: int
@@ -96,10 +94,8 @@ def tokenizer_of(spec: ModelSpec) -> Any:
 def prompt_ids(
     question: Question, spec: ModelSpec, tokenizer: Any, options: GenerateOptions, *, as_data: bool = False
 ) -> list[int]:
-    """Return the ids of a text to continue, or of a conversation up to where the assistant's answer begins.
-
-    A text gets the tokenizer's own special tokens (for Llama: BOS before it), a conversation only those of its
-    template.
+    """Return the ids of a text to continue, with the tokenizer's own special tokens, or of a conversation up to where
+    the assistant's answer begins, with those of its template alone.
 
     as_data: the template sees the date that it sees in training.
     Raises UserError for ids that the model does not have, and for more than fit into it.
@@ -129,7 +125,6 @@ def check_prompt(ids: list[int], spec: ModelSpec, options: GenerateOptions) -> N
 
 
 def end_ids(spec: ModelSpec, options: GenerateOptions) -> tuple[int, ...]:
-    """Return the tokens that end a text."""
     return () if options.ignore_eos else eos_ids(spec)
 
 
@@ -189,8 +184,6 @@ def _answer_on_rank(
 
 
 class _Live(TextStreamer):
-    """A printer of a text while it is made."""
-
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         print(printable(text), end="\n" if stream_end else "", flush=True)
 

@@ -155,10 +155,7 @@ def read_prompts(
 
 
 def _question(row: Row, chat: bool) -> Question | None:
-    """Return what a row asks; None for empty text. Raises UserError for a row that cannot be used.
-
-    chat: a text is a user's message, not one to continue.
-    """
+    """Return what a row asks; None for empty text. Raises UserError for a row that cannot be used."""
     name = check_row(row, PROMPT_FORMATS)
     if name != "conversation":
         text = str(row.values[name])
@@ -196,7 +193,7 @@ def _identity(spec: ModelSpec, options: GenerateOptions, prompt: list[int], ends
 def _row(
     question: Question | None, prompt: list[int], new: list[int], ends: tuple[int, ...], tokenizer: Any
 ) -> dict[str, Any]:
-    """Return a line of OUT. question: what it answers; None: the text begins with BOS."""
+    """Return a line of OUT, which answers ``question``; None: the text begins with BOS."""
     ended = new[-1] in ends
     ids: dict[str, Any] = {"input_ids": [*prompt, *new]}
     reason = {"finish_reason": "stop" if ended else "length"}
@@ -233,7 +230,6 @@ def complete_lines(path: Path, most: int) -> list[str]:
 
 
 def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write lines behind those of a file. Raises UserError where the disk is full."""
     try:
         with path.open("a", encoding="utf-8") as file:
             # what parquet may hold and JSON may not (a date, say) is written as text

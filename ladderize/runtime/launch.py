@@ -70,7 +70,6 @@ def run(
 
     threads: of each rank; None: this host's cores are divided among the ranks.
     report: is called in this process with each value that rank 0 gives to ``ranks.report``, as soon as it comes.
-    timeout: of the group's operations.
     stoppable: SIGTERM and Ctrl-C are passed on to the ranks, which save and end.
     """
     check_group_size(tp_size, device)
@@ -122,12 +121,8 @@ def run_processes(
     *,
     stoppable: bool = False,
 ) -> Any:
-    """Call ``function(place, report, *args)`` in a new process for each place; return the value of the first.
-
-    If any fails, UserError says the cause; by then all are gone.
-
-    stoppable: SIGTERM and Ctrl-C are passed on to the processes, which save and end.
-    """
+    """Call ``function(place, report, *args)`` in a new process for each place; return the value of the first. If any
+    fails, UserError says the cause; by then all are gone. stoppable: as ``run`` has it."""
     context = start_context()
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []

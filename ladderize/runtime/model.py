@@ -23,11 +23,8 @@ OneOrNone = TypeVar("OneOrNone", Tensor, Tensor | None)
 
 
 class TPLlama:
-    """One rank of a decoder with a layout, for inference and for training; the sums go through ``collectives``.
-
-    weights: ``layers.Weights``, or in training ``UsedWeights``.
-    operations: the computation between the products; None: by PyTorch.
-    """
+    """One rank of a decoder with a layout, for inference and for training; ``weights`` are ``layers.Weights``, or in
+    training ``UsedWeights``."""
 
     def __init__(
         self, shape: Shape, layout: Layout, weights: Any, collectives: Collectives, operations: Operations | None = None
@@ -46,12 +43,8 @@ class TPLlama:
             collectives.split(self.group_size)  # made by all ranks at once, and before any CUDA graph is captured
 
     def forward(self, ids: Tensor, step: Step, cache: KVCache, schedule: Schedule = SEQUENTIAL) -> Tensor:
-        """Return the output layer's input [batch, tokens, hidden], equal on all ranks.
-
-        It is the normed end of the residual stream, times ``logits_scale``.
-
-        ids: [batch, tokens].
-        """
+        """Return the output layer's input [batch, tokens, hidden] for ids [batch, tokens], equal on all ranks: the
+        normed end of the residual stream, times ``logits_scale``."""
         if self.windows:
             step = step.with_windows(self.windows, ids.shape[1])
         chunks = split_parts(ids, step, cache, schedule)
@@ -101,7 +94,6 @@ class TPLlama:
         return sent.wait_unadded() if self.operations.adds_in_norm else sent.wait()
 
     def end(self, x: Stream) -> Tensor:
-        """Return the output layer's input, from the end of the residual stream."""
         scale = self.shape.decoder.logits_scale
         normed = self.operations.norm(self.weights.norm, x)
         return normed if scale == 1 else normed * scale

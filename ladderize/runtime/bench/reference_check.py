@@ -40,8 +40,6 @@ _FLOAT32 = 5e-5
 
 @dataclass(frozen=True)
 class Reference:
-    """Random texts, and the logits of transformers for them."""
-
     ids: list[list[int]]  # [texts, tokens]
     prompts: tuple[int, int]  # tokens of each text that are its prompt where lengths differ; the first is longer
     positions: list[int]

@@ -51,12 +51,9 @@ def whole(stream: Stream) -> Tensor:
 
 
 class PendingSum:
-    """The sum over the ranks of a partial product [batch, tokens, hidden].
+    """The sum over the ranks of a partial product [batch, tokens, hidden], added to ``residual`` with ``bias``.
 
     The message belongs to this object, and with gradients to the nodes of the graph; nothing else holds it.
-
-    residual: the sum is added to it; None: to nothing.
-    bias: is added once.
     """
 
     __slots__ = ("bias", "handle", "link", "residual", "sent")
@@ -75,7 +72,7 @@ class PendingSum:
             self.handle = collectives.all_reduce_async(product)
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Return the residual stream with the sum and the bias, [batch, tokens, hidden], and the same as x."""
+        """Return the residual stream with the sum and the bias, and the same as x."""
         if self.link is not None:
             after, x = _Wait.apply(self.link, self.bias, self.residual, self.sent)
             self.sent = self.residual = None
@@ -93,21 +90,16 @@ class PendingSum:
 
 
 class _Link:
-    """The messages of one sum, which its nodes share: first that of forward, then that of backward.
-
-    held: True if a gradient of the stream before the sum is needed.
-    direct: the gradient of the stream, which all ranks have alike.
-    total: the gradient of the stream before the sum.
-    """
+    """The messages of one sum, which its nodes share: first that of forward, then that of backward."""
 
     __slots__ = ("__weakref__", "collectives", "direct", "handle", "held", "total")
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
-        self.held = False
+        self.held = False  # a gradient of the stream before the sum is needed
         self.handle: Handle | None = None
-        self.direct: Tensor | None = None
-        self.total: Tensor | None = None
+        self.direct: Tensor | None = None  # the gradient of the stream, which all ranks have alike
+        self.total: Tensor | None = None  # the gradient of the stream before the sum
 
     def arrived(self) -> Tensor | None:
         """Return the gradient of the sum: the stream's, plus the ranks' sum, for which it waits."""

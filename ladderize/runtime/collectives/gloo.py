@@ -69,7 +69,7 @@ class Gloo(Collectives):
             self.settle()
 
     def settle(self) -> None:
-        """Complete all posted receives. Both ranks call it. The next messages post new ones."""
+        """Complete all posted receives."""
         super().settle()
         for swap in [swap for free in self.free.values() for swap in free]:
             sending: Any = swap.send(torch.zeros_like(swap.buffer))

@@ -44,11 +44,8 @@ class _SharedHandle(Handle):
 
 
 class SharedMemory(Collectives):
-    """Collectives through shared memory; see the module.
-
-    max_bytes: of the largest message.
-    slots: the most messages in flight. One more is an error, since every rank would wait for the others to read.
-    """
+    """Collectives through shared memory, with messages of at most ``max_bytes``, and at most ``slots`` in flight: with
+    one more, every rank would wait for the others to read."""
 
     name = "shm"
     copies = True
@@ -80,10 +77,7 @@ class SharedMemory(Collectives):
     def problem(
         *, hosts: list[str], cores: int, max_bytes: int, slots: int = LEAST_SLOTS, others: int = 0
     ) -> str | None:
-        """Return the reason why shared memory cannot serve this group, or None.
-
-        others: the number of other groups' ranks that compute on the host.
-        """
+        """Return the reason why shared memory cannot serve this group, which computes beside so many ``others``."""
         if len(set(hosts)) > 1:
             return "the ranks are on several hosts"
         if platform.machine() not in ORDERED:
@@ -104,7 +98,10 @@ class SharedMemory(Collectives):
         resource tracker unlinks the segment when any process that attached ends."""
         path = None
         if group.is_main:
-            descriptor, path = tempfile.mkstemp(prefix=f"ladderize-{_starter()}-", dir=FOLDER)
+            # the process that started this rank deletes leftovers; the rank is forked from a server, not from it
+            parent = multiprocessing.parent_process()
+            starter = os.getppid() if parent is None else parent.pid
+            descriptor, path = tempfile.mkstemp(prefix=f"ladderize-{starter}-", dir=FOLDER)
             try:
                 os.posix_fallocate(descriptor, 0, size)  # now, in words, rather than later by SIGBUS
             except OSError as error:
@@ -228,13 +225,6 @@ def remove_segments(starter: int) -> None:
     """Delete the segments of process ``starter``'s ranks that were stopped while they attached."""
     for left in FOLDER.glob(f"ladderize-{starter}-*"):
         left.unlink(missing_ok=True)
-
-
-def _starter() -> int:
-    """Return the process that started this rank, which deletes leftovers. A rank is forked from a server, not from
-    it."""
-    parent = multiprocessing.parent_process()
-    return os.getppid() if parent is None or parent.pid is None else parent.pid
 
 
 def _round_up(size: int) -> int:

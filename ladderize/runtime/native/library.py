@@ -1,6 +1,7 @@
 """The kernels of kernels.cpp for Python, compiled for this CPU at first use, and kept: a compiler that knows it writes
 faster code than a package that must run on all of them can hold."""
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -34,8 +35,6 @@ class Cache(Structure):
 
 
 class Heads(Structure):
-    """The sizes of a pass."""
-
     _fields_ = tuple((name, c_int64) for name in ("batch", "tokens", "heads", "kv_heads", "dim"))
 
 
@@ -112,10 +111,8 @@ def kernels() -> ctypes.CDLL | str:
             with tempfile.TemporaryDirectory(prefix="ladderize-kernels-") as temporary:
                 return _loaded(_compile(compiler, Path(temporary) / name))
         if (folder / name).exists():
-            try:
+            with contextlib.suppress(OSError):  # damaged: it is made anew
                 return _loaded(folder / name)
-            except OSError:
-                pass  # damaged: it is made anew
         return _loaded(_compile(compiler, folder / name))
     except UserError as error:
         return str(error)

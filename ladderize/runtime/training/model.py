@@ -35,11 +35,8 @@ def check_trainable(config: Mapping[str, Any]) -> None:
 
 
 class TPTraining(LossModule):
-    """One rank of a model in training (or of a frozen teacher).
-
-    gradient_checkpointing: sub-modules are computed again in the backward pass instead of kept; no message is sent
-    again.
-    """
+    """One rank of a model in training (or of a frozen teacher). With ``gradient_checkpointing`` sub-modules are
+    computed again in the backward pass instead of kept; no message is sent again."""
 
     def __init__(
         self,
