@@ -20,11 +20,11 @@ from ladderize.runtime.bench import plan as bench_plan
 from ladderize.runtime.bench.document import BenchDocument, environment
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives, Handle
+from ladderize.runtime.collectives.differentiable import Unadded
 from ladderize.runtime.collectives.emulated import Emulated
-from ladderize.runtime.collectives.stream import Unadded
 from ladderize.runtime.decode import Generator
 from ladderize.runtime.operations import Operations
-from ladderize.vllm.served import served_models
+from ladderize.vllm.bench import served_models
 from tests.groups import ALONE, report_and_die, report_once
 from tests.helpers import (
     FAMILIES,
