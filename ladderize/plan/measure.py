@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.layout_scores import AlignedLayouts, passes_of, usual_batch
+from ladderize.adapt.layers.sensitivity import AlignedLayouts, passes_of, usual_batch
 from ladderize.adapt.layers.windows import split_windows
 from ladderize.blocks import Blocks, check_finite, compute_dtype, read_windows, window_nlls
 from ladderize.checkpoint.config import stored_dtype

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.layers.assign_layer import ApartBlock, BlockTokens, Members, cheapest_ranks, descend
-from ladderize.adapt.layers.layer_files import assigned_weights
-from ladderize.adapt.layers.measures import Contender, heldout_measures
+from ladderize.adapt.layers.layer_files import Contender, assigned_weights, heldout_measures
 from ladderize.adapt.layers.options import HEADS, NEURONS, SHORT, AssignOptions
 from ladderize.adapt.layers.windows import Windows, read_rows, split_windows
 from ladderize.blocks import Blocks, State, check_finite, compute_dtype

@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from ladderize import choices
-from ladderize.adapt import methods
-from ladderize.adapt.methods import ALIGN, BLOCKS, TrainingDtype, Write, check_lr
+from ladderize.adapt.options import (
+    ALIGN,
+    BLOCKS,
+    COMPUTE_DTYPE,
+    CONVERTED,
+    TRAINING_SEED,
+    TrainingDtype,
+    Write,
+    check_lr,
+)
 from ladderize.choices import (
     DATA,
     LAYOUT,
@@ -126,7 +134,7 @@ def layers_to_rewrite(options: WindowOptions, layout: Layout) -> tuple[int, ...]
     """Return the layers of ``options.layers``, or the method's default. Raises UserError for one that reads, and is,
     what the dense model's is."""
     usable = options.default_layers(layout)
-    if options.layers == methods.CONVERTED:
+    if options.layers == CONVERTED:
         return tuple(layout.converted_layers)
     if options.layers is None or options.layers == "all":
         return usable
@@ -240,7 +248,7 @@ class SpdOptions:
         "Windows to hold out for early stopping and for the table.", panel=DATA, min=1, shown="a tenth, up to 64"
     )
     seq_len: int | None = option(choices.SEQ_LEN)
-    seed: int = option(methods.TRAINING_SEED, 0, panel=DATA)
+    seed: int = option(TRAINING_SEED, 0, panel=DATA)
     repair: Literal["align", "blocks"] = option(
         "align: solve the projections from the first dropped block on by least squares. blocks: distil each dropped"
         " block, as in the paper.",
@@ -258,7 +266,7 @@ class SpdOptions:
     )
     lr: float | None = option("Peak learning rate.", panel=OPTIMISATION, shown="5e-5 * 4096 / hidden size")
     epochs: int = 10
-    dtype: TrainingDtype = option(methods.COMPUTE_DTYPE, "auto", panel=MEMORY)
+    dtype: TrainingDtype = option(COMPUTE_DTYPE, "auto", panel=MEMORY)
     device: DeviceName | None = option(choices.DEVICE)
     overwrite: bool = option(choices.OVERWRITE, False)
     verify: bool = option(choices.NO_VERIFY, True)

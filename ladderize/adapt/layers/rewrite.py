@@ -5,22 +5,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from ladderize.adapt.layers.document import METHODS, LayerMethod, LayersDocument, SpdBlock, WindowData
-from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, assigned_weights
-from ladderize.adapt.layers.measures import Contender, heldout_measures
+from ladderize.adapt.layers.align import LayerReport, align
+from ladderize.adapt.layers.distill import BlockReport, distill
+from ladderize.adapt.layers.layer_files import Contender, LayerFiles, LayerJob, assigned_weights, heldout_measures
 from ladderize.adapt.layers.options import WindowOptions, layers_to_rewrite
 from ladderize.adapt.layers.windows import Windows, training_windows
-from ladderize.adapt.teacher import check_improved, check_pair, check_related
+from ladderize.adapt.options import ALIGN, BLOCKS
+from ladderize.adapt.teacher import check_improved, check_pair, check_related, target_text
 from ladderize.blocks import Blocks, compute_dtype
 from ladderize.checkpoint.config import stored_dtype
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import SILENT, Console, to_json
+from ladderize.console import SILENT, Console, code_span, to_json
 from ladderize.convert.assignment import RankAssignment, assignment_of
+from ladderize.convert.inspection import ALIGNMENT, DISTILLATION
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
@@ -29,10 +31,120 @@ from ladderize.errors import UserError
 from ladderize.eval.results import Perplexity
 from ladderize.files import output
 from ladderize.files.documents import read_own
+from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.files.unfinished import RUN_SHA256, Unfinished, is_written_by, run_digest, tidy, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
+
+
+@dataclass(frozen=True)
+class LayerMethod:
+    """A method that rewrites layers: its name in the history of a checkpoint, the file of its document, the function
+    that does a job with the method's options, the reports of its layers, and sentences on their errors, on what was
+    done, and on what else to try."""
+
+    noun: str
+    file: str
+    run: Callable[..., None]
+    report: type[LayerReport] | type[BlockReport]
+    errors: str
+    done: str
+    advice: str
+
+
+METHODS = {
+    ALIGN: LayerMethod(
+        "alignment",
+        ALIGNMENT,
+        align,
+        LayerReport,
+        "errors: squared, on held-out tokens, in % of the squared values aimed at; reads: q, k, v; gate, up. writes: o;"
+        " down; they aim at the dense model's stream",
+        "**Alignment.** The projections of layers {} were solved anew by least squares, towards {} (`align`).",
+        "align on more data, or on data like those that the model is for",
+    ),
+    BLOCKS: LayerMethod(
+        "distillation",
+        DISTILLATION,
+        distill,
+        BlockReport,
+        "block error: error of the block's output on held-out windows, as % of what the dense block adds",
+        "**Retraining.** Layers {} were distilled block by block from {} (`blocks`).",
+        "train with a lower --lr or on other data",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class WindowData(Record):
+    """The data, and the numbers of windows to learn from and held out."""
+
+    file: str
+    sha256: str
+    samples: int
+    heldout: int
+    seq_len: int
+
+
+@dataclass(frozen=True)
+class SpdBlock(Record):
+    """A block as ``ladderize spd`` measured it, and if it was dropped."""
+
+    block: int
+    sensitivity: float
+    dropped: bool
+
+
+@dataclass(frozen=True)
+class LayersDocument(Record):
+    """The content of alignment.json and distillation.json; docs/files.md explains the keys."""
+
+    LEFT_OUT: ClassVar = ("spd",)
+
+    method: str
+    model: str
+    teacher: str
+    out: str
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+    fingerprints: dict[str, str]
+    data: WindowData
+    options: dict[str, Any]
+    dtype: str
+    heldout_perplexity: dict[str, Perplexity]
+    heldout_divergence: dict[str, float]
+    layers: list[LayerReport] | list[BlockReport]
+    spd: list[SpdBlock] | None = None
+
+    def measured_rows(self) -> list[dict[str, str]]:
+        return [
+            {
+                "held out": name,
+                "perplexity": f"{value.perplexity:.4f}",
+                "stderr": "" if value.stderr is None else f"{value.stderr:.4f}",
+                "KL to dense": f"{self.heldout_divergence[name]:.4f}" if name in self.heldout_divergence else "",
+            }
+            for name, value in self.heldout_perplexity.items()
+        ]
+
+    @property
+    def target(self) -> str:
+        """The dense model's perplexity and the recovered share of the loss, in words."""
+        return target_text(*(self.heldout_perplexity[name].perplexity for name in ("before", "after", "dense")))
+
+    def note(self) -> str:
+        """Return paragraphs for the model card that say what was done, and the held-out perplexities."""
+        layers = format_ranges([report.layer for report in self.layers])
+        steps = ", ".join(f"{value.perplexity:.4f} ({name})" for name, value in self.heldout_perplexity.items())
+        return (
+            f"{METHODS[self.method].done.format(layers, code_span(self.teacher))}\n\n"
+            f"**Measured.** Perplexity on {self.data.heldout} held-out windows of {self.data.seq_len} tokens of"
+            f" {code_span(self.data.file)}: {steps}."
+        )
+
 
 COMMAND = "adapt --method align or blocks, or spd"  # whose unfinished work lies beside OUT
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from torch import Tensor
 
 from ladderize.adapt.layers.assign import assign_layers
-from ladderize.adapt.layers.document import LayersDocument, SpdBlock
 from ladderize.adapt.layers.layer_files import LayerFiles
 from ladderize.adapt.layers.options import SensitivityOptions, SpdOptions, layers_to_rewrite
-from ladderize.adapt.layers.rewrite import LayerTask, open_layer_task, rewrite_layers
+from ladderize.adapt.layers.rewrite import LayersDocument, LayerTask, SpdBlock, open_layer_task, rewrite_layers
 from ladderize.adapt.layers.sensitivity import write_sensitivity
 from ladderize.adapt.layers.windows import Windows
 from ladderize.checkpoint.opening import open_checkpoint

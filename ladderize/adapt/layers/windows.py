@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.data.examples import EncodedRow, Encoder
-from ladderize.adapt.data.sources import open_rows
-from ladderize.adapt.data.training_data import ROWS_AT_ONCE, drawn_numbers, usual_heldout
+from ladderize.adapt.data.training_data import ROWS_AT_ONCE, drawn_numbers, open_rows, usual_heldout
 from ladderize.adapt.layers.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, LEAST_WINDOWS_HELDOUT, WindowOptions
 from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint

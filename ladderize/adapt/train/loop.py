@@ -24,7 +24,7 @@ import torch
 from accelerate import DistributedType
 from torch import Tensor
 
-from ladderize.adapt.data.packing import IGNORED_TARGET, collate
+from ladderize.adapt.data.training_data import IGNORED_TARGET, collate
 from ladderize.adapt.train.pace import Pace
 from ladderize.adapt.train.states import Progress, Scores, TrainingFolder
 from ladderize.adapt.train.training_model import TrainingModel

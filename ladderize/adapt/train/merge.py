@@ -27,8 +27,7 @@ from ladderize.adapt.lora import (
     AdapterBase,
     read_adapter_config,
 )
-from ladderize.adapt.methods import METRICS
-from ladderize.adapt.options import MergeOptions
+from ladderize.adapt.options import METRICS, MergeOptions
 from ladderize.adapt.train.outcome import Adaptation
 from ladderize.checkpoint.config import EMBEDDING, HEAD, expected_tensors, is_tied
 from ladderize.checkpoint.opening import have_same_values, open_checkpoint

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 from safetensors.torch import load_file
 
 from ladderize.adapt.lora import ADAPTATION, AdapterBase, not_an_adapter, write_adapter
-from ladderize.adapt.methods import METRICS
-from ladderize.adapt.options import Objective
+from ladderize.adapt.options import METRICS, Objective
 from ladderize.adapt.teacher import check_improved, target_text
 from ladderize.adapt.train.states import Progress, TrainingFolder, read_metrics
 from ladderize.adapt.train.task import Task

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ladderize.adapt.methods import LORA
-from ladderize.adapt.options import AdaptOptions
+from ladderize.adapt.options import LORA, AdaptOptions
 from ladderize.checkpoint.config import most_positions
 from ladderize.data.windows import row_of_ids
 from ladderize.errors import UserError

@@ -15,16 +15,14 @@ from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.layers.options import AlignOptions, start_tokens
 from ladderize.adapt.layers.rewrite import adapt_layers
 from ladderize.adapt.lora import ADAPTATION
-from ladderize.adapt.methods import FULL, LORA
-from ladderize.adapt.options import AdaptOptions
+from ladderize.adapt.options import FULL, LORA, AdaptOptions
 from ladderize.adapt.train.loop import Loop
 from ladderize.adapt.train.outcome import Adaptation, check_out, check_unchanged, chosen_step, write_outcome
 from ladderize.adapt.train.states import STATES, TRAINING_COMMAND, TrainingFolder
-from ladderize.adapt.train.student import make_student, make_teacher, open_model
 from ladderize.adapt.train.task import Launch, Task, open_task, sharding_asked
 from ladderize.adapt.train.teacher_cache import with_answers
 from ladderize.adapt.train.tensor_parallel import build_tensor_parallel
-from ladderize.adapt.train.training_model import HFTraining, TrainingModel
+from ladderize.adapt.train.training_model import HFTraining, TrainingModel, make_student, make_teacher, open_model
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console, human_count

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from ladderize.adapt.methods import METRICS
-from ladderize.adapt.options import Objective
+from ladderize.adapt.options import METRICS, Objective
 from ladderize.adapt.train.training_model import TrainingModel
 from ladderize.checkpoint.tensors import write_tensors
 from ladderize.console import sentence, to_json
