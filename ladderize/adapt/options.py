@@ -20,13 +20,10 @@ BLOCKS: Final = "blocks"
 ALIGN: Final = "align"
 
 CONVERTED: Final = "converted"  # of --train
-
 Write = Literal["best", "last"]  # the weights that become the output
-
 METRICS = "metrics.jsonl"  # of retraining: a line for each step and each validation
-
 MAX_LR = 1e3
-
+SAMPLES = Option("Windows to align on, or to train blocks on.", min=1, shown="131,072 tokens; blocks: up to 1024")
 TRAINING_SEED = Option("Seed of which data are used, and their order.", min=0, max=MAX_SEED)
 TrainingDtype = Literal["auto", "float32", "bfloat16"]  # float16 has too small a range
 COMPUTE_DTYPE = Option("float32, bfloat16, or auto: float32 if the model is stored in it, else bfloat16.", "DTYPE")
@@ -100,10 +97,7 @@ _memory, _output = partial(option, panel=choices.MEMORY), partial(option, panel=
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptOptions:
-    """The options of ``ladderize adapt``; see its --help. None: the model decides (``Pace``).
-
-    Raises UsageError for a value out of its range, and for options that do not go together.
-    """
+    """The options of ``ladderize adapt``; see its --help. None: the model decides (``Pace``)."""
 
     model: str = argument(
         "MODEL", "A converted checkpoint, or with --train a dense one: folder or hub id. It is never changed."
@@ -117,9 +111,7 @@ class AdaptOptions:
         metavar="FILE[=WEIGHT]",
     )
     seq_len: int | None = option(choices.SEQ_LEN)
-    samples: int | None = _data(
-        "Windows to align on, or to train blocks on.", min=1, shown="131,072 tokens; blocks: up to 1024"
-    )
+    samples: int | None = _data(SAMPLES)
     seed: int = _data(TRAINING_SEED, 0)
 
     method: Method = _method(

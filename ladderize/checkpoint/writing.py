@@ -1,8 +1,5 @@
-"""Writes a checkpoint's folder, whole or not at all.
-
-A weight file that does not change is linked or copied. Others are written some rows of a tensor at a time, with another
-dtype, order of heads and neurons, or values.
-"""
+"""Writes a checkpoint's weights: a file that does not change is linked or copied, others are written some rows of a
+tensor at a time, with another dtype, order of heads and neurons, or values."""
 
 import json
 import shutil

@@ -43,15 +43,11 @@ def convert_checkpoint(
     """Convert the checkpoint ``src`` (a folder or a hub id) into the folder ``out``; return a report.
 
     The output appears whole or not at all, and ``src`` is never touched. Weight files that do not change are
-    hard-linked where possible; ``copy=True`` copies them.
-
-    recipe: what to do, or just the layout to make.
-    changes: changes besides the layout.
-    Errors are UserError, LayoutError or OSError, each with a message for the user.
+    hard-linked where possible; ``copy=True`` copies them. Errors are UserError, LayoutError or OSError.
     """
     if not dry_run:
         output.clean_up(resolved(out, "OUT "))
-    plan = make_plan(str(src), Path(out), recipe, overwrite=overwrite, changes=changes or Changes())
+    plan = make_plan(str(src), Path(out), recipe, changes or Changes(), overwrite=overwrite)
     report, source = plan.report, plan.source.folder
     if dry_run:
         return report

@@ -53,10 +53,8 @@ class Changes:
 
     assignment: of heads and neurons to ranks, instead of the recipe's.
     replace: tensors from other files (``TensorInfo.file`` is absolute), in their new order; their dtype stays the old.
-    config: keys of config.json with other values; they may ask for other ends.
-    record: more keys of ladderize.yaml.
-    extra_files: name -> text; they win over the source's.
-    note: a paragraph for the model card.
+    config: keys of config.json with other values. record: more keys of ladderize.yaml.
+    extra_files: name -> text; they win over the source's. note: a paragraph for the model card.
     """
 
     assignment: RankAssignment | None = None
@@ -75,10 +73,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class ConversionReport(Record):
-    """The document of ``ladderize convert``.
-
-    weights: how many files were linked, copied and rewritten; like ``verified`` only of a written output.
-    """
+    """The document of ``ladderize convert``. weights: how many files were linked, copied and rewritten."""
 
     LEFT_OUT: ClassVar = ("verified", "weights")
 
@@ -106,7 +101,6 @@ class ConversionReport(Record):
     weights: dict[str, int] | None = None
 
     def lines(self) -> list[str]:
-        """Return the report for people, line by line."""
         layout = self.layout
         if layout != self.layout_before:
             after = Layout(tuple(self.attention_sync), tuple(self.mlp_sync), self.sync_tp_size)
@@ -129,12 +123,8 @@ class ConversionReport(Record):
 
 @dataclass(frozen=True)
 class Plan:
-    """The means of a conversion, and its report as far as it is known before anything is written.
-
-    recipe: makes this output of the dense model; the layout may have come with the source.
-    changes: with the assignment of the recipe.
-    without_code: texts of carried files that name code, without that.
-    """
+    """The means of a conversion, and its report as far as it is known before anything is written. Its recipe makes this
+    output of the dense model."""
 
     source: Checkpoint
     hub_id: str | None
@@ -153,14 +143,7 @@ class Plan:
         return {**self.source.config, **self.changes.config}
 
 
-def make_plan(
-    src: str,
-    out: Path,
-    recipe: Recipe | Layout,
-    *,
-    overwrite: bool = False,
-    changes: Changes,
-) -> Plan:
+def make_plan(src: str, out: Path, recipe: Recipe | Layout, changes: Changes, *, overwrite: bool = False) -> Plan:
     """Return the plan of a conversion, from the validated headers of the source; no weights are downloaded in vain."""
     located = find_source(src)
     target, config = output.check_target(out, located.folder, overwrite=overwrite), located.config
@@ -286,9 +269,7 @@ def layout_warnings(source: Checkpoint, before: Layout, after: Layout) -> list[s
 
 def sort_files(source: Checkpoint) -> tuple[list[str], list[str]]:
     """Return the other files that are carried over byte for byte, and those left behind, by their names in the source.
-
-    Links out of the folder and special files are a UserError.
-    """
+    Links out of the folder and special files are a UserError."""
     carried: list[str] = []
     left_behind: set[str] = set()
     for card in CARDS:
@@ -325,10 +306,8 @@ def without_code(folder: Path, carried: Iterable[str]) -> dict[str, str]:
 
 
 def check_stays(path: Path, folder: Path) -> None:
-    """Raise UserError where ``path`` is a link out of a stranger's ``folder``.
-
-    The file elsewhere may be private, and whoever publishes OUT would publish it.
-    """
+    """Raise UserError where ``path`` is a link out of a stranger's ``folder``, maybe to a private file: whoever
+    publishes OUT would publish it."""
     home, target = folder.resolve(), path.resolve()
     if home not in target.parents and home.parent.parent / "blobs" not in target.parents:  # of a hub's snapshot
         raise UserError(

@@ -26,11 +26,8 @@ class Verification(Record):
 
 
 def verify(folder: Path, weight_bytes: int, quantisation: Quantisation | None = None) -> Verification:
-    """Load ``folder`` as a stranger would; raises UserError if that fails.
-
-    Keys and shapes are compared on the meta device. Up to ``FORWARD_LIMIT`` bytes of weights a forward pass is run, of
-    quantised weights only in a format that runs here.
-    """
+    """Load ``folder`` as a stranger would; raises UserError if that fails. Keys and shapes are compared on the meta
+    device. Up to ``FORWARD_LIMIT`` bytes a forward pass is run, of quantised weights in a format that runs here."""
     runs = weight_bytes <= FORWARD_LIMIT and (quantisation is None or quantisation.not_run is None)
     script = f"{inspect.getsource(load_as_a_stranger)}\nload_as_a_stranger()"
     options = ["run" if runs else "meta", "floats" if quantisation is None else "quantised"]
@@ -45,11 +42,8 @@ def verify(folder: Path, weight_bytes: int, quantisation: Quantisation | None = 
 
 
 def load_as_a_stranger() -> None:
-    """Load a checkpoint and print a ``Verification`` as JSON; exit with a sentence where that fails.
-
-    The source of this function is run by the child. Its argv: the folder; "run" to run a forward pass too; "quantised"
-    if projections may lack a plain weight.
-    """
+    """Load a checkpoint and print a ``Verification`` as JSON; exit with a sentence where that fails. The child runs the
+    source of this. Its argv: the folder; "run": a forward pass too; "quantised": projections may lack a weight."""
     import json
     import sys
     from pathlib import Path

@@ -1,8 +1,11 @@
-"""The data of a retraining: packed rows of all sources, and held-out ones.
+"""The data of a retraining: the rows of all sources become examples, then packed rows and batches of them, by
+``datasets``, in whose cache the next run of the same command finds both.
 
-``Dataset.map`` turns each source into examples, then into rows; the next run of the same command finds both in its
-cache. Each source is packed separately. The rows are then joined (a source that is named twice counts twice), or mixed
-by weights.
+A packed row has three columns. ``input_ids``. ``targets``: at each position the NEXT token of the same example where
+the loss counts it, else -100, so no shift is needed later. ``lengths``: the tokens of each example. Examples are kept
+apart by position ids that begin at 0 with every example. transformers makes a block-diagonal mask of them, but only if
+the model is called with ``use_cache=False`` and without an attention mask
+(transformers.masking_utils.find_packed_sequence_indices).
 """
 
 import contextlib
@@ -49,10 +52,7 @@ def quiet_datasets() -> Iterator[None]:
 
 @quiet_datasets()
 def open_rows(name: str, option: str = "--data") -> Any:
-    """Return the rows of one source as a ``datasets.Dataset``, those of the hub as an ``IterableDataset``.
-
-    Raises UserError for a source that cannot be read, holds no rows, or has none of the columns that training reads.
-    """
+    """Return the rows of one source as a ``datasets.Dataset``, those of the hub as an ``IterableDataset``."""
     import datasets
 
     hub = hub_dataset(name) if option == "--data" else None
@@ -100,11 +100,8 @@ IGNORED_TARGET, PADDING_TARGET = -100, -101
 
 
 def best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
-    """Return the numbers of the examples in each row, by best-fit decreasing.
-
-    The longest example comes first, and each goes into the fullest row that has room for it. Rows stay in the order
-    they were begun; among equal examples or rows the earlier comes first.
-    """
+    """Return the numbers of the examples in each row, by best-fit decreasing: the longest example comes first, and each
+    goes into the fullest row that has room for it."""
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
@@ -120,11 +117,7 @@ def best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
 
 
 def pack(ids: Sequence[Any], scored: Sequence[Any], seq_len: int) -> dict[str, list[list[int]]]:
-    """Return packed rows, by column.
-
-    ids, scored: of each example, which has at most ``seq_len`` tokens.
-    seq_len: the most tokens of a row.
-    """
+    """Return packed rows of at most ``seq_len`` tokens, by column, of the ids and masks of examples."""
     ids = [np.asarray(values, dtype=np.int64) for values in ids]
     scored = [np.asarray(values, dtype=bool) for values in scored]
     lengths = [len(values) for values in ids]
@@ -142,12 +135,11 @@ def pack(ids: Sequence[Any], scored: Sequence[Any], seq_len: int) -> dict[str, l
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return input_ids, position_ids and targets, int64 [rows, tokens of the longest] each, padded on the right.
+    """Return input_ids, position_ids and targets, int64 [rows, tokens of the longest] each, padded on the right, and a
+    teacher's answers, where rows have them, side by side.
 
     Padding has the id 0, the target -101, and positions that continue the row's last example. Its tokens do not see the
     padding, so a row of one example needs no mask. No rows become one padded token: a rank without rows adds nothing.
-
-    A teacher's answers, where rows have them, come side by side.
     """
     longest = max((len(row["input_ids"]) for row in rows), default=1)
     shape = (max(1, len(rows)), longest)
@@ -185,16 +177,12 @@ def open_data(
     """Return packed rows to train on, those held out, and counts.
 
     The rows are a ``datasets.Dataset`` that is not shuffled yet; where a source is streamed, an endless, shuffled
-    ``IterableDataset``. The counts are of what is trained on, by name, each source once; empty where a source is
-    streamed. ``dropped_examples`` have nothing left to score. A warning tells of rows that are left out.
+    ``IterableDataset``, which has no counts. ``dropped_examples`` have nothing left to score.
 
     names: as --data has them, with or without weights, which are shares of the packed rows.
     tokenizer: of transformers; None if all rows are ids.
-    seq_len: the most tokens of a row.
-    heldout: examples of each source to hold out; None: a hundredth, at least 8 or a tenth of fewer, at most 256; of a
-    stream the first 64.
+    heldout: examples of each source to hold out; None: ``usual_heldout``, of a stream the first 64.
     eval_names: data that are held out instead of a part of ``names``.
-    Raises UserError for a source or a row that cannot be used, and where nothing is left to train on.
     """
     from datasets import concatenate_datasets, interleave_datasets
 
@@ -264,8 +252,8 @@ def _examples(
 
 
 def _some_apart(examples: Any, name: str, seed: int, heldout: int | None) -> tuple[Any, Any]:
-    """Return the examples of files to train on, and those held out: of the first drawn rows, and all that share turns
-    with them."""
+    """Return the examples to train on, and those held out: of the first drawn rows, and all that share turns with
+    them."""
     total = len(examples)
     count = max(1, usual_heldout(total)) if heldout is None else heldout
     drawn, rows = np.zeros(total, dtype=bool), np.asarray(examples["row"][:])
@@ -283,8 +271,7 @@ def usual_heldout(total: int) -> int:
 
 
 def drawn_numbers(rows: int, seed: int) -> np.ndarray:
-    """Return a random number for each row: those with the lowest are held out first, and aligned on last. Alignment,
-    which reads whole rows, and a retraining, which drops those with nothing to score, draw alike."""
+    """Return a random number for each row: those with the lowest are held out first, and aligned on last."""
     return np.random.default_rng(seed).random(rows)
 
 

@@ -1,4 +1,4 @@
-"""The work of a method that rewrites layers, and the files of finished layers, from which a killed run resumes."""
+"""The job of a method that rewrites layers, the files of finished ones, and what a model is before and after."""
 
 import itertools
 import json
@@ -34,8 +34,7 @@ LayerWeights = Callable[[int], Mapping[str, Tensor]]  # of a layer, by their nam
 def assigned_weights(
     blocks: Blocks, assignment: RankAssignment | None, layer: int, *, as_stored: bool = False
 ) -> dict[str, Tensor]:
-    """Return a layer's weights, maybe in the dtypes that they are stored in, with heads and neurons where the
-    assignment puts them."""
+    """Return a layer's weights with heads and neurons where the assignment puts them."""
     weights = blocks.weights(layer, as_stored=as_stored)
     return weights if assignment is None else assignment.permuted(layer, weights, blocks.config)
 
@@ -49,11 +48,8 @@ class LayerFiles:
     def path(self, layer: int) -> Path:
         return self.folder / f"layer-{layer:05d}.safetensors"
 
-    def has(self, layer: int) -> bool:
-        return self.path(layer).is_file()
-
     def save(self, layer: int, weights: Mapping[str, Tensor], report: Record) -> None:
-        """Save a layer, whole or not at all: it is written under another name, then renamed."""
+        """Save a layer, whole or not at all."""
         temporary = self.path(layer).with_suffix(".part")
         tensors = {f"model.layers.{layer}.{name}": tensor.contiguous().cpu() for name, tensor in weights.items()}
         try:
@@ -98,7 +94,7 @@ class LayerJob:
     def finished(self) -> list[int]:
         """Return the layers that an earlier run has rewritten, the same on all ranks."""
         files = self.files
-        return self.ranks.broadcast([layer for layer in self.layers if files is not None and files.has(layer)])
+        return self.ranks.broadcast([layer for layer in self.layers if files and files.path(layer).is_file()])
 
 
 class Contender(NamedTuple):
@@ -108,21 +104,13 @@ class Contender(NamedTuple):
     layout: Layout
     weights: LayerWeights
 
-    def layer(self, index: int) -> torch.nn.Module:
-        return self.blocks.layer(index, self.layout, self.weights(index))
-
 
 def heldout_measures(
     contenders: Mapping[str, Contender], ids: torch.Tensor, ranks: Ranks, console: Console = SILENT
 ) -> tuple[dict[str, Perplexity], dict[str, float]]:
-    """Return the perplexity of held-out windows under each model, and the mean KL(first || model) in nats per token of
-    all but the first, dense one.
-
-    One layer is in memory at a time. Ranks share the batches of one process, so the results are equal, bit by bit, on
-    every rank and for every number of ranks.
-
-    ids: [windows, tokens].
-    """
+    """Return the perplexity of held-out windows, ids [windows, tokens], under each model, and the mean KL(first ||
+    model) in nats per token of all but the first, dense one. One layer is in memory at a time. Ranks share the batches
+    of one process, so the results are equal, bit by bit, for every number of ranks."""
     batch_size = max(1, 2 * TOKENS_PER_STEP // ids.shape[1])
     batches = ids.split(batch_size)[ranks.rank :: ranks.size]
     dense, perplexities, divergences, reference = next(iter(contenders.values())).blocks, {}, {}, None
@@ -135,7 +123,7 @@ def heldout_measures(
 
             def layer_at(index: int, contender: Contender = contender) -> torch.nn.Module:
                 advance(windows)
-                return contender.layer(index)
+                return contender.blocks.layer(index, contender.layout, contender.weights(index))
 
             streams = window_streams(blocks, layer_at, torch.cat(batches), batch_size=batch_size) if batches else []
             nlls: list[torch.Tensor] = []

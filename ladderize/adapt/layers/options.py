@@ -12,6 +12,7 @@ from ladderize.adapt.options import (
     BLOCKS,
     COMPUTE_DTYPE,
     CONVERTED,
+    SAMPLES,
     TRAINING_SEED,
     TrainingDtype,
     Write,
@@ -27,7 +28,6 @@ from ladderize.choices import (
     OUTPUT,
     DeviceName,
     Dtype,
-    Option,
     argument,
     check_options,
     distinct_names,
@@ -46,7 +46,6 @@ HEADS, NEURONS = "heads", "neurons"  # of --assign
 # The size of an alignment by default: tokens, or so many per input of the widest projection; tokens where it is
 # repeated, or as long as a short training; and the windows held out.
 LEAST_TOKENS, TOKENS_PER_INPUT, SHORT, LEAST_WINDOWS_HELDOUT = 1 << 17, 4, 1 << 14, 8
-SAMPLES = Option("Windows to align on, or to train blocks on.", min=1, shown="131,072 tokens; blocks: up to 1024")
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,8 @@ def default_tokens(config: Mapping[str, Any], *, short: bool = False) -> int:
 
 
 def start_tokens(config: Mapping[str, Any], budget: int | None) -> int:
-    """Return the number of tokens to align on before a training on ``budget`` tokens: as many, from the short
-    to the long default (docs/results.md: what more tokens win stays after the training)."""
+    """Return the number of tokens to align on before a training on ``budget`` tokens: as many, between the defaults
+    (docs/results.md: what more tokens win stays after the training)."""
     return min(default_tokens(config), max(default_tokens(config, short=True), budget or 0))
 
 
@@ -169,7 +168,7 @@ def check_assign(names: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class AssignOptions:
-    """The names, data and device of an assignment. Raises UsageError for others than heads and neurons."""
+    """The names, data and device of an assignment."""
 
     assign: tuple[str, ...]
     data: str | None

@@ -1,5 +1,4 @@
-"""The frame of methods that rewrite a checkpoint layer by layer: from models and data to a new checkpoint with its
-document. A killed run resumes after the last finished layer."""
+"""Methods that rewrite a checkpoint layer by layer: from models and data to a new checkpoint with its document."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,9 +39,8 @@ from ladderize.ranks.group import Ranks, join_ranks
 
 @dataclass(frozen=True)
 class LayerMethod:
-    """A method that rewrites layers: its name in the history of a checkpoint, the file of its document, the function
-    that does a job with the method's options, the reports of its layers, and sentences on their errors, on what was
-    done, and on what else to try."""
+    """A method that rewrites layers: its name in a checkpoint's history, the file of its document, the function that
+    does a job, and sentences on the layers' errors, on what was done, and on what else to try."""
 
     noun: str
     file: str
@@ -151,8 +149,7 @@ COMMAND = "adapt --method align or blocks, or spd"  # whose unfinished work lies
 
 @dataclass(frozen=True)
 class LayerTask:
-    """A run that rewrites layers of ``model`` after the dense ``teacher``, both opened and checked, with its data and
-    the method's options."""
+    """A run that rewrites layers of ``model`` after the dense ``teacher``, both opened and checked."""
 
     model: str
     teacher: str
@@ -181,8 +178,7 @@ class LayerTask:
 
     def once(self, identity: Mapping[str, Any], make: Callable[[Path], LayersDocument | None]) -> LayersDocument | None:
         """Return what ``make`` returns of a folder for unfinished work, or the document of the run with this identity
-        that wrote OUT before; None on other ranks than 0. Raises UserError where the folder holds work of another run,
-        or OUT may not be written."""
+        that wrote OUT before; None on other ranks than 0."""
         out, folder, file = resolved(self.out), work_folder(self.out), self.method.file
         if self.ranks.is_main:
             output.clean_up(out)  # a killed swap may have set OUT aside
@@ -210,8 +206,7 @@ def open_layer_task(
     overwrite: bool,
     verify: bool,
 ) -> LayerTask:
-    """Return the task with its data read. All ranks call it. Raises UserError for models that are not a pair, and for
-    an OUT that may not be written."""
+    """Return the task with its data read. Raises UserError for models that are no pair, or an OUT that must stay."""
     data_files(options.data)  # raises UserError where they are missing
     ranks = join_ranks(options.device)
     source, dense = open_checkpoint(model), open_checkpoint(teacher)
@@ -264,9 +259,8 @@ def rewrite_layers(
     blocks: list[SpdBlock] | None = None,
     extra_files: Mapping[str, str] | None = None,
 ) -> LayersDocument | None:
-    """Rewrite layers for a layout, measure the model on held-out windows, and write OUT, with heads and neurons
-    assigned, further files, and what is known of SPD blocks. All ranks call it. Returns the document; None on other
-    ranks than 0."""
+    """Rewrite layers for a layout, measure the model on held-out windows, and write OUT. All ranks call it. Returns the
+    document; None on other ranks than 0."""
     students = assignment_of(task.converted.checkpoint) if assignment is None else assignment
     weights = partial(assigned_weights, task.converted, assignment, as_stored=True)
     dense_weights = partial(assigned_weights, task.dense, students, as_stored=True)

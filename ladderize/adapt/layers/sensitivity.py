@@ -59,9 +59,8 @@ def first_changed(layout: Layout) -> int:
 
 class LayoutScores:
     """Scores layouts of a dense model, whose weights are in memory. A layout branches off the dense model's states at
-    its first layer with a mode that is not blocking; these move on from layer to layer, so layouts are scored in the
-    order of these layers. With windows ``to_align`` the converted layers of each layout, and no others, are solved
-    before."""
+    its first changed layer; these move on from layer to layer, so layouts are scored in the order of these layers. With
+    windows ``to_align`` the converted layers of each layout, and no others, are solved before."""
 
     def __init__(
         self, blocks: Blocks, scored: np.ndarray, ranks: Ranks, to_align: Windows | None = None, readers: int = 1
@@ -87,8 +86,7 @@ class LayoutScores:
 
     @torch.no_grad()
     def __call__(self, layout: Layout, advance: Callable[[int], None] = lambda n: None) -> list[float]:
-        """Return the summed negative log-likelihood of each window in nats; ``advance`` is called with ``passes``.
-        Raises UserError for a result that is NaN or infinite."""
+        """Return the summed negative log-likelihood of each window in nats; UserError where it is NaN or infinite."""
         if not self.states:
             self.states = [to_device(self.blocks.embed(ids), self.device) for ids in self.ids]
         first, count = first_changed(layout), self.blocks.num_layers
@@ -157,7 +155,7 @@ def score_layouts(
 ) -> np.ndarray:
     """Return the summed negative log-likelihood of each window under each layout, in nats: [windows, layouts]. Ranks
     share the layouts, and all return the same. ``measured`` are rows of windows, by layout, from before; ``keep`` is
-    given all rows after each round. Raises UserError where memory is too small, or a result is NaN or infinite."""
+    given all rows after each round."""
     nlls = dict(measured)
     left = {str(layout): layout for layout in layouts if str(layout) not in nlls}
     models = sorted(left.values(), key=first_changed)
@@ -199,11 +197,9 @@ class AlignedLayouts:
 
     def __call__(self, layout: Layout, scored: Tensor, advance: Callable[[int], None] = lambda n: None) -> np.ndarray:
         """Return the summed negative log-likelihood of each window of ``scored`` ids [windows, tokens] in nats: float64
-        [windows]; ``advance`` is called with the passes through each layer. Raises UserError for a result that is NaN
-        or infinite."""
-        layers = () if layout.is_dense else layers_to_align(layout)
-        passes = layer_passes(layout, layers)
-        weights = self._aligned(layout, layers) if layers else map(self.weights, range(layout.num_layers))
+        [windows]; UserError where it is NaN or infinite."""
+        passes = aligned_passes(layout)
+        weights = map(self.weights, range(layout.num_layers)) if layout.is_dense else self._aligned(layout)
 
         def layer_at(index: int) -> torch.nn.Module:
             loaded = {name: tensor.to(self.blocks.dtype) for name, tensor in next(weights).items()}
@@ -214,20 +210,17 @@ class AlignedLayouts:
         check_finite(float(nll.sum()), f"the log-likelihood of {self.blocks.checkpoint.folder} as {layout}")
         return nll.numpy()
 
-    def _aligned(self, layout: Layout, layers: tuple[int, ...]) -> Iterator[Mapping[str, Tensor]]:
+    def _aligned(self, layout: Layout) -> Iterator[Mapping[str, Tensor]]:
         windows = with_random(self.windows, self.blocks.config)
         streams = Streams(self.teacher, windows, self.ranks, readers_of(layout))
-        same = self.teacher, self.teacher, layout, layers, self.weights, self.weights
+        same = self.teacher, self.teacher, layout, layers_to_align(layout), self.weights, self.weights
         for made, _ in aligned_layers(LayerJob(*same, windows, self.ranks), streams):
             yield made
 
 
-def passes_of(layouts: Sequence[Layout]) -> int:
-    """Return the sum of the passes through all layers of ``AlignedLayouts``."""
-    total = 0
-    for layout in layouts:
-        total += sum(layer_passes(layout, () if layout.is_dense else layers_to_align(layout)))
-    return total
+def aligned_passes(layout: Layout) -> list[int]:
+    """Return how often ``AlignedLayouts`` passes windows through each layer."""
+    return layer_passes(layout, () if layout.is_dense else layers_to_align(layout))
 
 
 MEASURED = "nll.json"  # in the work folder: the nats of each window, by layout
@@ -242,8 +235,7 @@ def write_sensitivity(
 ) -> SensitivityDocument:
     """Measure the cost of changed layers of a dense model, and write the JSON file ``options.out``. Several processes
     (torchrun, accelerate launch) share the changed models; rank 0 writes, and all return the same. A killed run goes
-    on. ``drawn`` are ids [windows, seq_len] that were drawn from the data before, and the sha256 of these. Raises
-    UserError, also where the file is there and may not be replaced."""
+    on. ``drawn`` are ids [windows, seq_len] that were drawn from the data before, and the sha256 of these."""
     ranks = ranks or join_ranks(options.device or default_device())
     if ranks.is_main:
         check_writable(options.out, inputs=[options.data])

@@ -78,8 +78,7 @@ class Adaptation(Record):
 
 
 def check_out(task: Task) -> None:
-    """Raise UserError unless the task may write its ``out``, which must be none of its sources, and a folder of answers
-    apart from all of these."""
+    """Raise UserError unless the task may write its ``out``, and a folder of answers apart from that and sources."""
     options, foreign = task.options, not_an_adapter if task.is_lora else output.not_a_checkpoint
     sources = [task.checkpoint] if task.teacher is None else [task.checkpoint, task.teacher]
     for source in sources:
@@ -99,8 +98,7 @@ def check_unchanged(model: str, task: Task, progress: Progress, work: TrainingFo
 
 
 def chosen_step(task: Task, progress: Progress, work: TrainingFolder) -> int:
-    """Return the step whose weights become OUT. Raises UserError where training never lowered the held-out criterion,
-    unless the last weights were asked for."""
+    """Return the step whose weights become OUT; UserError where none lowered the held-out criterion."""
     objective = task.options.objective
     if task.options.write == "last" or progress.before is None or progress.last is None:
         return progress.step

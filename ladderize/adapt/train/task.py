@@ -40,12 +40,7 @@ FIXED = (
 
 @dataclass(frozen=True)
 class Launch:
-    """The launcher's decisions.
-
-    precision: Accelerate's mixed precision.
-    accumulation: its steps of gradient accumulation; 1: none were asked for.
-    sharded: by FSDP or DeepSpeed.
-    """
+    """The launcher's decisions: accumulation 1: no gradient accumulation; sharded: by FSDP or DeepSpeed."""
 
     processes: int = 1
     precision: str = "no"
@@ -68,10 +63,7 @@ def sharding_asked() -> bool:
 
 @dataclass(frozen=True)
 class Task:
-    """A retraining, checked but not loaded yet.
-
-    model: the checkpoint's name: that of the options, or the aligned one's.
-    """
+    """A retraining, checked but not loaded yet. model: the checkpoint's name: the options', or the aligned one's."""
 
     options: AdaptOptions
     launch: Launch
@@ -193,8 +185,7 @@ OTHER_BYTES = 500_000_000  # for the interpreter and the libraries, roughly
 
 
 def estimate(task: Task) -> dict[str, Any]:
-    """Return the document of --dry-run: the memory of each process, and the most that unfinished work takes on disk, in
-    bytes."""
+    """Return the document of --dry-run: roughly the memory of each process, and the disk space of unfinished work."""
     config, options, pace = task.checkpoint.config, task.options, task.pace
     compute, parameters, tensors = task.compute.itemsize, parameter_count(config), task.checkpoint.tensors
     trained = sum(tensors[name].numel for name in task.trained)
@@ -235,7 +226,7 @@ def estimate(task: Task) -> dict[str, Any]:
 
 
 def estimate_training(options: AdaptOptions) -> tuple[dict[str, Any], str]:
-    """Return what ``adapt_checkpoint`` would take, as a document and in words. Of the models only headers are read."""
+    """Return what ``adapt_checkpoint`` would take, as a document and in words."""
     task = open_task(options, Launch(max(launched().size, options.tp_size), sharded=sharding_asked()))
     document = estimate(task)
     memory = ", ".join(f"{name} {human_bytes(value)}" for name, value in document["memory_parts"].items() if value)

@@ -1,8 +1,9 @@
-"""A student with its teacher and its optimizer, as the loop uses them: losses, clipping, states, and whole trained
-tensors.
+"""Student, teacher and optimizer, as the loop uses them: here the Hugging Face model, which Accelerate prepares as its
+launcher was told (plain, DDP, FSDP2 or DeepSpeed); in ``tensor_parallel`` the runtime's.
 
-Here it is the Hugging Face model, which Accelerate prepares as its launcher was told: plain, DDP, FSDP2 or DeepSpeed.
-``tensor_parallel`` computes the same with the runtime's model.
+Trained parameters are fp32, since the optimizer's steps are lost in bfloat16's rounding; frozen ones have the compute
+dtype. The two losses, the cross-entropy on the text and the divergence from the dense teacher's predictions (Hinton et
+al., arXiv 1503.02531), are sums over scored tokens; the loop divides by their number in the whole step on all ranks.
 """
 
 import contextlib
@@ -37,11 +38,8 @@ SDPA_AS_TOLD = "sdpa_as_told"
 
 
 class ScoredLogits(nn.Module):
-    """A causal language model that computes logits only where a target is scored.
-
-    Accelerate wraps this module (DDP, FSDP2, DeepSpeed, autocast), so everything that reads parameters is within its
-    ``forward``.
-    """
+    """A causal language model that computes logits only where a target is scored. Accelerate wraps this module, so
+    everything that reads parameters is within its ``forward``."""
 
     def __init__(self, model: Any, compute: torch.dtype) -> None:
         super().__init__()
@@ -54,11 +52,9 @@ class ScoredLogits(nn.Module):
         self.tie_weights = model.tie_weights
 
     def scored_logits(self, batch: Batch) -> Tensor:
-        """Return the logits [scored tokens, vocab].
-
-        ``use_cache=False`` and no mask: only so does transformers see from the positions where a packed text begins. It
-        looks by waiting for the device, so it is told where that is possible.
-        """
+        """Return the logits [scored tokens, vocab]."""
+        # ``use_cache=False`` and no mask: only so does transformers see from the positions where a packed text begins.
+        # It looks by waiting for the device, so it is told where that is possible.
         rows: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
         if self.model.config._attn_implementation == SDPA_AS_TOLD:
             rows["attention_mask"] = batch.additive_mask(self.compute)
@@ -78,8 +74,8 @@ class Student(LossModule, ScoredLogits):  # type: ignore[misc]
 
 
 def open_model(checkpoint: Checkpoint, layout: Layout, device: Any, dtype: torch.dtype) -> Any:
-    """Return the model of a checkpoint with its weights in ``dtype``, of our own class even where it is dense.
-    device: None leaves the weights to Accelerate, which shards them."""
+    """Return the model of a checkpoint, of our own class even where it is dense. device: None leaves the weights to
+    Accelerate, which shards them."""
     blocks = Blocks(checkpoint, torch.float32, torch.device("cpu"))
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -116,8 +112,7 @@ def make_student(
     seed: int = 0,
     gradient_checkpointing: bool = False,
 ) -> Student:
-    """Return the model in training. trained: tensors that change. lora: a ``peft.LoraConfig``, whose adapters
-    change instead."""
+    """Return the model in training. trained: tensors that change; with ``lora`` (a ``LoraConfig``) adapters do."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
         parameter.data = parameter.data.to(torch.float32 if name in trained else compute)
@@ -131,7 +126,7 @@ def make_student(
 
 
 def make_teacher(model: Any, compute: torch.dtype, student: Student | None) -> ScoredLogits:
-    """Return the dense model, frozen. student: shares its frozen parameters where both have equal ones."""
+    """Return the dense model, frozen, which shares the student's frozen parameters where both have equal ones."""
     frozen = {}
     if student is not None:
         named = student.model.named_parameters()
@@ -150,13 +145,9 @@ BETAS, EPSILON = (0.9, 0.95), 1e-8
 class TrainingModel(ABC):
     """The interface of a model in training. All ranks call the same methods in the same order.
 
-    student: returns the losses of a micro-batch.
-    teacher: returns the dense model's logits where targets are scored; None without one, and where the batches have its
-    answers.
-    data_rank, data_size: this rank among those that share the rows of a step.
-    tp_size: ranks that work on the same rows.
-    shapes, holders: of every trained tensor, by its name in a file: its shape, and the parameters that this rank has of
-    it.
+    teacher: returns the dense model's logits where targets are scored; None where the batches have its answers, too.
+    data_rank, data_size: this rank among those that share the rows of a step; tp_size ranks have the same rows.
+    shapes, holders: of every trained tensor, by its name in a file; the parameters that this rank has of it.
     vocabulary: the ranks that share it, and this one's part, as ``vocab_parallel_losses`` takes them.
     """
 
@@ -176,8 +167,7 @@ class TrainingModel(ABC):
         return [parameter for parameter in self.student.parameters() if parameter.requires_grad]
 
     def losses(self, batch: Batch) -> Tensor:
-        """Return cross-entropy and divergence of one micro-batch, summed over scored tokens: [2], on the device, equal
-        on ranks of the same rows."""
+        """Return cross-entropy and divergence of one micro-batch, summed over scored tokens: [2], on the device."""
         scores = None
         if self.teacher is not None:
             with torch.no_grad():
@@ -186,7 +176,7 @@ class TrainingModel(ABC):
 
     @torch.no_grad()
     def teacher_losses(self, batch: Batch) -> Tensor:
-        """Return the same of the teacher itself: its divergence is 0."""
+        """Return the same of the teacher itself."""
         entropy = torch.zeros((), device=batch.targets.device)
         if batch.answers is not None:
             entropy = -batch.answers[:, -1].float().sum()
@@ -200,9 +190,8 @@ class TrainingModel(ABC):
 
     @contextlib.contextmanager
     def evaluating(self, stored: Mapping[str, torch.dtype]) -> Iterator[None]:
-        """Prepare for evaluation: no dropout, no gradients, and weights rounded as a file will hold them.
-        Copies of the unrounded values take the memory of the gradients meanwhile. stored: the dtypes of tensors
-        by name; others are float32. A parameter of several has the widest of theirs."""
+        """Prepare for evaluation: no dropout, no gradients, and weights rounded to their ``stored`` dtypes, or float32;
+        a parameter of several tensors has the widest of theirs."""
         dtypes: dict[Tensor, torch.dtype] = {}
         for name in self.shapes:
             dtype = stored.get(name, torch.float32)
@@ -229,8 +218,7 @@ class TrainingModel(ABC):
 
     @abstractmethod
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients down to ``max_norm``; returns the whole model's norm before, equal on all ranks.
-        It is called once, after a step's last micro-batch."""
+        """Scale the gradients down to ``max_norm``; returns the whole model's norm before, equal on all ranks."""
 
     @abstractmethod
     def whole(self, name: str) -> Tensor:
@@ -245,8 +233,7 @@ class TrainingModel(ABC):
         """Load what ``save`` wrote."""
 
     def close(self) -> None:  # noqa: B027 - where Accelerate communicates nothing is to be closed
-        """End all communication. All ranks call it after the last use, but not after an error, when others may be
-        gone."""
+        """End all communication after the last use, but not after an error, when other ranks may be gone."""
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter], weight_decay: float, *, fused: bool) -> torch.optim.AdamW:
@@ -258,10 +245,7 @@ def make_optimizer(parameters: Sequence[nn.Parameter], weight_decay: float, *, f
 
 
 class HFTraining(TrainingModel):
-    """The Hugging Face model in training.
-
-    micro_batch_size, max_grad_norm: passed to DeepSpeed, which clips by itself.
-    """
+    """The Hugging Face model in training; micro_batch_size and max_grad_norm are DeepSpeed's, which clips by itself."""
 
     def __init__(
         self,
@@ -332,8 +316,7 @@ def file_name(name: str) -> str:
 
 
 def place_teacher(teacher: ScoredLogits, accelerator: Accelerator) -> Callable[[Batch], Tensor]:
-    """Return the frozen teacher as a function, on the device and sharded as the student is; Accelerate prepares one
-    model only."""
+    """Return the frozen teacher as a function, sharded as the student is: Accelerate prepares one model only."""
     plugin = accelerator.state.deepspeed_plugin
     if accelerator.is_fsdp2:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
