@@ -1,11 +1,9 @@
-"""The assignment of KV groups and MLP neurons to virtual ranks: exact for the dense function, and where sums are late
-or dropped a choice of what shares a rank.
+"""The assignment of KV groups and MLP neurons to virtual ranks: what shares a rank where sums are late or dropped.
 
 Virtual rank k owns the k-th contiguous block of heads and of neurons, so an assignment is a permutation of both:
 
 * a *head order* of a layer is a permutation of its query heads: the head at new position p is the old head
-  ``order[p]``. Whole KV groups move (the heads // kv_heads consecutive heads that share a KV head), in any order
-  within each;
+  ``order[p]``. Whole KV groups move, in any order within each;
 * the *neurons* of a layer have a rank each, all ranks equally many. Those of one rank keep their old order.
 """
 
@@ -111,8 +109,7 @@ class RankAssignment(Record):
                 raise UserError(f"the assignment does not fit layer {layer}: {error}") from None
 
     def layer_moves(self, layer: int, config: Mapping[str, Any]) -> dict[str, Move]:
-        """Return the move of every tensor of a layer that moves, by its name within it, also of biases that the model
-        lacks."""
+        """Return the move of every tensor of a layer that moves, also of biases that the model lacks."""
         orders: dict[str, tuple[int, ...]] = {}
         if layer in self.heads:
             heads = self.heads[layer]
@@ -135,8 +132,7 @@ class RankAssignment(Record):
     def permuted(
         self, layer: int, weights: Mapping[str, "torch.Tensor"], config: Mapping[str, Any]
     ) -> dict[str, "torch.Tensor"]:
-        """Return one layer's tensors, by name within the layer, in their new order; a tensor that does not move is not
-        copied."""
+        """Return one layer's tensors in their new order; a tensor that does not move is not copied."""
         import torch
 
         moved = dict(weights)
@@ -156,8 +152,7 @@ def _numbers(line: Any, where: str) -> list[int]:
 
 
 def read_assignment(path: Path) -> RankAssignment:
-    """Return the assignment in an assignment.json. Raises UserError for a malformed one; ``RankAssignment.check`` says
-    if it fits a model."""
+    """Return the assignment in an assignment.json; ``RankAssignment.check`` says if it fits a model."""
     assignment = RankAssignment.from_dict(read_document(path, "rank assignment"), path)
     if assignment.sync_tp_size < 1:
         raise UserError(f"{path}: sync_tp_size is {assignment.sync_tp_size}, but must be a positive integer")

@@ -166,13 +166,8 @@ def make_plan(src: str, out: Path, recipe: Recipe | Layout, changes: Changes, *,
     check_assignable(source, src, changes.assignment)
     if quantisation is not None:
         check_ranks(source, quantisation, after.sync_tp_size or 1)
-    shards = plan_shards(
-        source,
-        dtype=recipe.dtype,
-        moves=changes.assignment.moves(config) if changes.assignment is not None else None,
-        replace=changes.replace,
-        config={**source.config, **changes.config},
-    )
+    moves = changes.assignment.moves(config) if changes.assignment is not None else {}
+    shards = plan_shards(source, recipe.dtype, moves, changes.replace)
     carried, left_behind = sort_files(source)
     for path in (source.folder / name for name in (*source.weight_files, *carried)):
         if target in path.resolve().parents:
