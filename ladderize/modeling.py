@@ -62,12 +62,7 @@ def register() -> None:
 
 
 def load(
-    model: str | Path,
-    *,
-    dtype: str = "auto",
-    device: str | None = None,
-    trust_remote_code: bool = False,
-    **kwargs: Any,
+    model: str | Path, *, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False, **kwargs: Any
 ) -> "PreTrainedModel":
     """Return a causal language model (a folder or a hub id), ladderized or not, in eval mode. A ladderized checkpoint
     always runs this package's code, never the copy in its folder.

@@ -9,14 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ladderize.checkpoint.reading import (
-    DTYPE_BYTES,
-    STORED_NAMES,
-    Checkpoint,
-    TensorInfo,
-    read_header,
-    torch_dtype,
-)
+from ladderize.checkpoint.reading import DTYPE_BYTES, STORED_NAMES, Checkpoint, TensorInfo, read_header, torch_dtype
 from ladderize.console import sentence
 from ladderize.errors import UserError
 from ladderize.families.base import Decoder, everywhere
@@ -90,9 +83,7 @@ def write_file(
 
 
 def write_tensors(
-    path: Path,
-    infos: "Mapping[str, tuple[torch.dtype, Sequence[int]]]",
-    produce: "Callable[[str], Tensor]",
+    path: Path, infos: "Mapping[str, tuple[torch.dtype, Sequence[int]]]", produce: "Callable[[str], Tensor]"
 ) -> None:
     """Write the file ``path`` with the tensors that ``produce(name)`` returns one after the other, and fsync it;
     save_file of safetensors wants all in memory at once. On any error no file is left. infos: dtype, shape."""

@@ -36,26 +36,6 @@ LIES_IN = {
 }
 
 
-def check_order(order: Sequence[int], heads: int, kv_heads: int) -> None:
-    """Raise UserError unless ``order`` is a permutation of the heads that keeps KV groups together."""
-    group = heads // kv_heads
-    groups = {(position // group, head // group) for position, head in enumerate(order)}
-    if sorted(order) != list(range(heads)) or len(groups) > kv_heads:
-        raise UserError(
-            f"its order is not a permutation of the heads 0 to {heads - 1} in which the {group} heads of each KV head"
-            " stay together"
-        )
-
-
-def check_neurons(ranks: Sequence[int], neurons: int, sync_tp_size: int) -> None:
-    """Raise UserError unless ``ranks`` gives every neuron a rank, and every rank equally many."""
-    if Counter(ranks) != dict.fromkeys(range(sync_tp_size), neurons // sync_tp_size):
-        raise UserError(
-            f"it does not give each of the {neurons} neurons of the MLP a rank from 0 to {sync_tp_size - 1}, and every"
-            " rank equally many"
-        )
-
-
 @dataclass(frozen=True)
 class AssignmentReport(Record):
     """The mean squared difference of a block's output to the dense block's, as the model lay and as it is assigned, on
@@ -95,18 +75,28 @@ class RankAssignment(Record):
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Raise UserError unless everything fits a model with this config."""
+        layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+        neurons = config["intermediate_size"]
+        group = heads // kv_head_count(config)
+        shares = dict.fromkeys(range(self.sync_tp_size), neurons // self.sync_tp_size)
         for layer in (*self.heads, *self.neurons):
-            if not 0 <= layer < config["num_hidden_layers"]:
-                raise UserError(
-                    f"the assignment names layer {layer}, but the model has {config['num_hidden_layers']} layers"
+            if not 0 <= layer < layers:
+                raise UserError(f"the assignment names layer {layer}, but the model has {layers} layers")
+            order, ranks = self.heads.get(layer, range(heads)), self.neurons.get(layer)
+            groups = {(position // group, head // group) for position, head in enumerate(order)}
+            problem = ""
+            if sorted(order) != list(range(heads)) or len(groups) > heads // group:
+                problem = (
+                    f"its order is not a permutation of the heads 0 to {heads - 1} in which the {group} heads of each"
+                    " KV head stay together"
                 )
-            try:
-                if layer in self.heads:
-                    check_order(self.heads[layer], config["num_attention_heads"], kv_head_count(config))
-                if layer in self.neurons:
-                    check_neurons(self.neurons[layer], config["intermediate_size"], self.sync_tp_size)
-            except UserError as error:
-                raise UserError(f"the assignment does not fit layer {layer}: {error}") from None
+            elif ranks is not None and Counter(ranks) != shares:
+                problem = (
+                    f"it does not give each of the {neurons} neurons of the MLP a rank from 0 to"
+                    f" {self.sync_tp_size - 1}, and every rank equally many"
+                )
+            if problem:
+                raise UserError(f"the assignment does not fit layer {layer}: {problem}")
 
     def layer_moves(self, layer: int, config: Mapping[str, Any]) -> dict[str, Move]:
         """Return the move of every tensor of a layer that moves, also of biases that the model lacks."""

@@ -147,7 +147,11 @@ def make_card(plan: Plan) -> str:
     if plan.after.is_dense:
         paragraphs.append(f"A dense {name}, {made_of}. Every sync point is blocking; any tool for a {name} reads it.")
     else:
-        paragraphs += [f"A {name} of another layout, {made_of}.", _layout(plan.after)]
+        first, *others, last = (f"{plan.after.count(key)} {key}{mode.explained}" for key, mode in MODES.items())
+        counts = ", ".join([first.replace(" ", " are ", 1), *others]) + f" and {last}"
+        number = 2 * plan.after.num_layers
+        paragraphs.append(f"A {name} of another layout, {made_of}.")
+        paragraphs.append(f"**Layout.** {plan.after}: of {number} sync points per token, {counts}.")
     paragraphs += _changes(plan)
     if not plan.after.is_dense:
         paragraphs += [_accuracy(plan), _usage(plan)]
@@ -171,12 +175,6 @@ def _front_matter(plan: Plan) -> dict[str, Any]:
     if "license" not in front and "LICENSE" in plan.report.carried_over:
         front |= {"license": "other", "license_link": "LICENSE"}
     return front
-
-
-def _layout(layout: Layout) -> str:
-    first, *others, last = (f"{layout.count(name)} {name}{mode.explained}" for name, mode in MODES.items())
-    counts = ", ".join([first.replace(" ", " are ", 1), *others]) + f" and {last}"
-    return f"**Layout.** {layout}: of {2 * layout.num_layers} sync points per token, {counts}."
 
 
 def _changes(plan: Plan) -> Iterator[str]:

@@ -17,20 +17,13 @@ from ladderize.checkpoint.quantised import (
     plain_config,
     quantisation_of,
 )
-from ladderize.checkpoint.reading import (
-    INDEX,
-    OTHER_WEIGHTS,
-    Checkpoint,
-    TensorInfo,
-    has_tokenizer,
-)
+from ladderize.checkpoint.reading import INDEX, OTHER_WEIGHTS, Checkpoint, TensorInfo, has_tokenizer
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.checkpoint.writing import Shard, plan_shards
 from ladderize.console import human_bytes, to_json
 from ladderize.convert.assignment import ASSIGNMENT, RankAssignment, read_assignment
 from ladderize.convert.inspection import read_retrainings
 from ladderize.convert.recipe import Recipe
-from ladderize.convert.verify import Verification
 from ladderize.errors import UserError
 from ladderize.families.registry import family_of, is_authors, is_ladderized
 from ladderize.files import output
@@ -97,7 +90,7 @@ class ConversionReport(Record):
     not_carried_over: list[str]
     warnings: list[str]
     written: bool = False
-    verified: Verification | None = None
+    verified: dict[str, Any] | None = None
     weights: dict[str, int] | None = None
 
     def lines(self) -> list[str]:

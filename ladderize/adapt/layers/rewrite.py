@@ -24,7 +24,6 @@ from ladderize.convert.assignment import RankAssignment, assignment_of
 from ladderize.convert.inspection import ALIGNMENT, DISTILLATION
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
-from ladderize.convert.recipe import Recipe
 from ladderize.data.files import data_files, source_sha256
 from ladderize.errors import UserError
 from ladderize.eval.results import Perplexity
@@ -197,14 +196,7 @@ class LayerTask:
 
 
 def open_layer_task(
-    model: str,
-    out: str,
-    teacher: str,
-    options: WindowOptions,
-    console: Console,
-    *,
-    overwrite: bool,
-    verify: bool,
+    model: str, out: str, teacher: str, options: WindowOptions, console: Console, *, overwrite: bool, verify: bool
 ) -> LayerTask:
     """Return the task with its data read. Raises UserError for models that are no pair, or an OUT that must stay."""
     data_files(options.data)  # raises UserError where they are missing
@@ -245,12 +237,12 @@ def adapt_layers(
     # a fingerprint tells no layout, and the data's not which rows are read
     target = {"method": options.method, "layout": str(layout), "layers": list(layers), "spare": options.spare}
     identity = {**target, **task.fingerprints(), **task.about()}
-    return task.once(identity, lambda folder: rewrite_layers(task, LayerFiles(folder), layout, layers, identity))
+    return task.once(identity, lambda folder: rewrite_layers(task, folder, layout, layers, identity))
 
 
 def rewrite_layers(
     task: LayerTask,
-    files: LayerFiles,
+    folder: Path,
     layout: Layout,
     layers: tuple[int, ...],
     identity: Mapping[str, Any],
@@ -261,24 +253,23 @@ def rewrite_layers(
 ) -> LayersDocument | None:
     """Rewrite layers for a layout, measure the model on held-out windows, and write OUT. All ranks call it. Returns the
     document; None on other ranks than 0."""
+    files, method, about = LayerFiles(folder), task.method, task.about()
     students = assignment_of(task.converted.checkpoint) if assignment is None else assignment
     weights = partial(assigned_weights, task.converted, assignment, as_stored=True)
     dense_weights = partial(assigned_weights, task.dense, students, as_stored=True)
     models = task.dense, task.converted, layout, layers, weights, dense_weights
     job = LayerJob(*models, task.windows, task.ranks, files, task.console)
-    task.method.run(job, task.options)
+    method.run(job, task.options)
     task.ranks.barrier()
     perplexity, divergence = measured(job, assignment)
     if not task.ranks.is_main:
         return None
     if task.options.write == "best":
         before, after = divergence["before"], divergence["after"]
-        advice, noun = task.method.advice, task.method.noun
-        check_improved("KL", before, after, work=files.folder, advice=advice, method=noun)
+        check_improved("KL", before, after, work=folder, advice=method.advice, method=method.noun)
     elif perplexity["after"].perplexity > perplexity["before"].perplexity:
-        task.console.warn(f"the held-out perplexity rose: {task.method.advice}")
-    reports: Any = [files.report(task.method.report, layer) for layer in layers]
-    about = task.about()
+        task.console.warn(f"the held-out perplexity rose: {method.advice}")
+    reports: Any = [files.report(method.report, layer) for layer in layers]
     document = LayersDocument(
         method=task.options.method,
         model=task.model,
@@ -300,19 +291,12 @@ def rewrite_layers(
     changes = Changes(
         assignment=assignment,
         replace=files.tensors(layers),
-        record={task.method.noun: record},
-        extra_files={**(extra_files or {}), task.method.file: text},
+        record={method.noun: record},
+        extra_files={**(extra_files or {}), method.file: text},
         note=document.note(),
     )
-    convert_checkpoint(
-        task.model,
-        task.out,
-        Recipe() if blocks is None else Recipe.from_layout(layout),
-        changes,
-        overwrite=task.overwrite,
-        verify=task.verify,
-        console=task.console,
-    )
+    overwrite, verify = task.overwrite, task.verify
+    convert_checkpoint(task.model, task.out, layout, changes, overwrite=overwrite, verify=verify, console=task.console)
     return document
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from torch import Tensor
 
 from ladderize.adapt.layers.assign import assign_layers
-from ladderize.adapt.layers.layer_files import LayerFiles
 from ladderize.adapt.layers.options import SensitivityOptions, SpdOptions, layers_to_rewrite
 from ladderize.adapt.layers.rewrite import LayersDocument, LayerTask, SpdBlock, open_layer_task, rewrite_layers
 from ladderize.adapt.layers.sensitivity import write_sensitivity
@@ -53,7 +52,7 @@ def spd(options: SpdOptions, *, console: Console = SILENT) -> LayersDocument | N
         layout = Layout.from_layers(dense.num_layers, spd=dropped, sync_tp_size=size)
         return rewrite_layers(
             task,
-            LayerFiles(folder),
+            folder,
             layout,
             layers_to_rewrite(task.options, layout),
             identity,

@@ -154,17 +154,11 @@ def write_outcome(
     )
     weights, document = work.weights(chosen), {**adaptation.to_dict(), RUN_SHA256: digest}
     files = {ADAPTATION: to_json(document) + "\n", METRICS: work.metrics.read_text()}
+    overwrite, verify = options.overwrite, options.verify
     if adaptation.base is not None:
-        tensors = load_file(weights)
-        write_adapter(task.out, task.lora, tensors, adaptation.base, files, overwrite=options.overwrite)
-        return adaptation
-    convert_checkpoint(
-        task.model,
-        str(options.out),
-        Recipe(),
-        overwrite=options.overwrite,
-        verify=options.verify,
-        console=console,
-        changes=Changes(replace=locate_tensors(weights), extra_files=files, note=adaptation.card_note()),
-    )
+        write_adapter(task.out, task.lora, load_file(weights), adaptation.base, files, overwrite=overwrite)
+    else:
+        changes = Changes(replace=locate_tensors(weights), extra_files=files, note=adaptation.card_note())
+        out = str(options.out)
+        convert_checkpoint(task.model, out, Recipe(), changes, overwrite=overwrite, verify=verify, console=console)
     return adaptation

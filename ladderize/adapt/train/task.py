@@ -106,12 +106,8 @@ class Task:
 
     @property
     def lora(self) -> Any:
-        options = self.options
-        if not self.is_lora:
-            return None
-        return lora_config(
-            self.layers, options.lora_rank, options.lora_alpha, options.lora_dropout, options.lora_targets
-        )
+        rank, alpha, dropout, targets = (getattr(self.options, name) for name in LORA_FIELDS)
+        return lora_config(self.layers, rank, alpha, dropout, targets) if self.is_lora else None
 
     @property
     def resolved_options(self) -> dict[str, Any]:
