@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,21 +147,18 @@ def score_layouts(
     blocks: Blocks,
     layouts: Sequence[Layout],
     scored: np.ndarray,
-    *,
     to_align: Windows | None,
-    measured: Mapping[str, list[float]],
-    keep: Callable[[Mapping[str, list[float]]], None],
+    file: Path,
     ranks: Ranks,
     console: Console,
 ) -> np.ndarray:
     """Return the summed negative log-likelihood of each window under each layout, in nats: [windows, layouts]. Ranks
-    share the layouts, and all return the same. ``measured`` are rows of windows, by layout, from before; ``keep`` is
-    given all rows after each round."""
-    nlls = dict(measured)
+    share the layouts, and all return the same; rank 0 keeps those that are measured in ``file``."""
+    nlls: dict[str, list[float]] = ranks.broadcast(read_own(file).get("nll", {}))
     left = {str(layout): layout for layout in layouts if str(layout) not in nlls}
     models = sorted(left.values(), key=first_changed)
-    if measured:
-        console.note(f"{len(measured)} models were measured before")
+    if nlls:
+        console.note(f"{len(nlls)} models were measured before")
     weights = parameter_count(blocks.config) * blocks.dtype.itemsize
     purpose, advice = "measuring sensitivity with all weights in memory", "choose a machine with more"
     check_room(weights, blocks.device, purpose, advice, processes=ranks.local_size)
@@ -181,7 +179,8 @@ def score_layouts(
         for rows in ranks.shared_out(models, lambda layout: (layout, score(layout, advance))):
             nlls.update((str(layout), row) for layout, row in rows)
             advance(sum(score.passes(layout) for layout, _ in rows[1:]))  # rank 0 has counted its first
-            keep(nlls)
+            if ranks.is_main:
+                write_json(file, {"nll": nlls})
     return np.array([nlls[str(layout)] for layout in layouts]).T
 
 
@@ -191,9 +190,8 @@ class AlignedLayouts:
     is scored as it is."""
 
     def __init__(self, blocks: Blocks, windows: Windows) -> None:
-        self.blocks, self.windows, self.teacher = blocks, windows, aligning(blocks)
+        self.blocks, self.windows = blocks, windows
         self.weights = lru_cache(maxsize=1)(partial(blocks.weights, as_stored=True))
-        self.ranks = Ranks(0, 1, blocks.device)
 
     def __call__(self, layout: Layout, scored: Tensor, advance: Callable[[int], None] = lambda n: None) -> np.ndarray:
         """Return the summed negative log-likelihood of each window of ``scored`` ids [windows, tokens] in nats: float64
@@ -211,10 +209,11 @@ class AlignedLayouts:
         return nll.numpy()
 
     def _aligned(self, layout: Layout) -> Iterator[Mapping[str, Tensor]]:
+        teacher, ranks = aligning(self.blocks), Ranks(0, 1, self.blocks.device)
         windows = with_random(self.windows, self.blocks.config)
-        streams = Streams(self.teacher, windows, self.ranks, readers_of(layout))
-        same = self.teacher, self.teacher, layout, layers_to_align(layout), self.weights, self.weights
-        for made, _ in aligned_layers(LayerJob(*same, windows, self.ranks), streams):
+        streams = Streams(teacher, windows, ranks, readers_of(layout))
+        same = teacher, teacher, layout, layers_to_align(layout), self.weights, self.weights
+        for made, _ in aligned_layers(LayerJob(*same, windows, ranks), streams):
             yield made
 
 
@@ -254,12 +253,11 @@ def write_sensitivity(
         drawn = windows, file_sha256(options.data)
     scored, to_align = split_drawn(checkpoint, options, drawn[0], console)
     dtype = stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype
-    aligned = to_align and AlignmentWindows(*to_align.sizes)
     about: dict[str, Any] = {
         "fingerprint": fingerprint(checkpoint),
         "dtype": dtype,
         "data": CalibrationData(options.data, drawn[1], len(scored), scored.shape[1], options.seed),
-        "aligned": aligned,
+        "aligned": to_align and AlignmentWindows(*to_align.sizes),
     }
     blocks = Blocks(checkpoint, getattr(torch, dtype), ranks.device)
     identity = {name: str(value) for name, value in about.items()}
@@ -268,15 +266,7 @@ def write_sensitivity(
             work_folder(options.out), "sensitivity", identity, pieces=MEASURED, main=ranks.is_main, console=console
         )
     with work:
-
-        def keep(nlls: Mapping[str, list[float]]) -> None:
-            if ranks.is_main:
-                write_json(work.folder / MEASURED, {"nll": nlls})
-
-        measured = ranks.broadcast(read_own(work.folder / MEASURED).get("nll", {}))
-        nll = score_layouts(
-            blocks, layouts, scored, to_align=to_align, measured=measured, keep=keep, ranks=ranks, console=console
-        )
+        nll = score_layouts(blocks, layouts, scored, to_align, work.folder / MEASURED, ranks, console)
         tokens = scored.shape[1] - 1
         document = SensitivityDocument(
             model=options.model,
