@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ladderize.adapt.layers import align
-from ladderize.adapt.layers.measures import Contender, heldout_measures
+from ladderize.adapt.layers.layer_files import Contender, heldout_measures
 from ladderize.adapt.layers.options import AlignOptions
 from ladderize.adapt.layers.rewrite import adapt_layers
 from ladderize.blocks import Blocks, read_windows

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.layout_scores import LayoutScores, first_changed
+from ladderize.adapt.layers.sensitivity import LayoutScores, first_changed
 from ladderize.blocks import Blocks, read_windows
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint

@@ -235,7 +235,7 @@ def judge(bench: Bench, model: Path) -> dict[str, float]:
     """KL(dense || model) in nats per token and perplexity, in float32."""
     import torch
 
-    from ladderize.adapt.layers.measures import Contender, heldout_measures
+    from ladderize.adapt.layers.layer_files import Contender, heldout_measures
     from ladderize.blocks import Blocks, read_windows
     from ladderize.checkpoint.opening import open_checkpoint
     from ladderize.layout import Layout

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from ladderize import load
 from ladderize.adapt.layers import rewrite, spd
-from ladderize.adapt.layers.document import METHODS
 from ladderize.adapt.layers.layer_files import LayerFiles
+from ladderize.adapt.layers.rewrite import METHODS
 from ladderize.convert.assignment import read_assignment
 from ladderize.convert.inspection import read_retrainings
 from ladderize.demo.corpus import documents

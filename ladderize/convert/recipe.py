@@ -17,12 +17,8 @@ RANGES = "half-open, comma-separated: 16:32, :8, -16:, 4,8:12 or all"
 
 @dataclass(frozen=True)
 class Recipe:
-    """The options that decide what ``ladderize convert`` computes; None leaves it as in the source.
-
-    Layers that none names stay as they are in the source.
-
-    attention_sync, mlp_sync: the modes of all layers, for a layout that no names of layers compile to.
-    """
+    """The options that decide what ``ladderize convert`` computes; None leaves it as in the source, as layers that none
+    names. attention_sync, mlp_sync: the modes of all layers, for a layout that no names of layers compile to."""
 
     ladder: str | None = option(
         f"Layers whose all-reduces are overlapped (Ladder Residual): {RANGES}.", panel=LAYOUT, metavar="RANGES"

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.layout_scores import AlignedLayouts, passes_of, usual_batch
+from ladderize.adapt.layers.sensitivity import AlignedLayouts, aligned_passes, usual_batch
 from ladderize.adapt.layers.windows import split_windows
 from ladderize.blocks import Blocks, check_finite, compute_dtype, read_windows, window_nlls
 from ladderize.checkpoint.config import stored_dtype
@@ -85,7 +85,7 @@ class LayoutMeasurer:
                 self.tables[held_out][key] = self._score(layout, windows)
             else:  # aligning takes longer than scoring, and is done once
                 both = torch.from_numpy(np.concatenate([*self.windows.values()]))
-                with self.console.progress("aligning and measuring", passes_of([layout])) as advance:
+                with self.console.progress("aligning and measuring", sum(aligned_passes(layout))) as advance:
                     nlls = self.aligner(layout, both, advance)
                 count = len(self.windows[False])
                 self.tables[False][key], self.tables[True][key] = nlls[:count].tolist(), nlls[count:].tolist()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ladderize.adapt.methods import METRICS
+from ladderize.adapt.options import METRICS
 from ladderize.convert.sensitivity_file import SensitivityDocument, read_sensitivity
 from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ladderize.adapt.methods import ALIGN
+from ladderize.adapt.options import ALIGN
 from ladderize.eval.results import ComparisonDocument
 from ladderize.layout import DELAYED, DROPPED, OVERLAPPED, Layout
 from ladderize.runtime.bench.document import BenchRow

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.lora import ADAPTATION
-from ladderize.adapt.methods import ALIGN, Method
+from ladderize.adapt.options import ALIGN, Method
 from ladderize.commands.shared import command_line
 from ladderize.console import SILENT, Console, human_seconds
 from ladderize.convert.inspection import ALIGNMENT, DISTILLATION

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from ladderize.adapt.methods import ALIGN, Method
-from ladderize.adapt.options import AdaptOptions
+from ladderize.adapt.options import ALIGN, AdaptOptions, Method
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.choices import OPTION, described, errors_begin_with, flag, near_names, options_from, parameter_name
 from ladderize.commands.convert import ConvertOptions
