@@ -13,7 +13,7 @@ from ladderize.checkpoint.reading import split_revision
 from ladderize.console import code_span, printable
 from ladderize.convert.plan import Plan
 from ladderize.families.registry import family_of
-from ladderize.files.parsing import MAX_YAML_BYTES, parse_yaml
+from ladderize.files.documents import MAX_YAML_BYTES, parse_yaml
 from ladderize.files.regular import read_bytes
 from ladderize.layout import MODES, Layout, format_ranges, usual_ranks
 

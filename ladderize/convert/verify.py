@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ladderize.checkpoint.quantised import Quantisation
 from ladderize.errors import UserError
+from ladderize.files.output import temporary_folder
 from ladderize.files.records import Record
-from ladderize.files.temporaries import temporary_folder
 
 FORWARD_LIMIT = 1_000_000_000  # bytes of weights up to which a forward pass is computed too
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ladderize.data.files import HUB, ID_SUFFIXES, data_files, split_weight
-from ladderize.data.formats import Formats, check_row, read_ids
-from ladderize.data.rows import file_rows, open_ids
+from ladderize.data.rows import Formats, check_row, file_rows, open_ids, read_ids
 from ladderize.errors import UserError
 from ladderize.files.regular import split_name
 

@@ -26,8 +26,7 @@ from ladderize.eval.results import (
     PooledComparison,
     TaskComparison,
 )
-from ladderize.files.documents import read_document
-from ladderize.files.parsing import parse_json
+from ladderize.files.documents import parse_json, read_document
 from ladderize.files.regular import inside, read_lines, resolved
 
 if TYPE_CHECKING:

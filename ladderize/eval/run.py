@@ -28,8 +28,8 @@ from ladderize.eval.results import ComparisonDocument, EvalResults, EvaluatedMod
 from ladderize.eval.tasks import open_tasks, run_tasks
 from ladderize.eval.text import KeptPredictions, PredictedText, ids_sha256, open_baseline, predictions_of, text_windows
 from ladderize.files.documents import check_writable, read_own, write_json
+from ladderize.files.output import replacement, temporary_folder
 from ladderize.files.regular import inside, resolved
-from ladderize.files.temporaries import replacement, temporary_folder
 from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.environment import already_started
 from ladderize.ranks.group import Ranks, join_ranks

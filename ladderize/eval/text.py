@@ -30,9 +30,9 @@ from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import Predictions
 from ladderize.families.registry import decoder_of, find_family
 from ladderize.files.documents import check_writable, read_document, write_json
+from ladderize.files.output import temporary_folder
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
-from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.group import Ranks
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
+from ladderize.files.output import lock_folder
 from ladderize.files.regular import resolved
-from ladderize.files.temporaries import lock_folder
 
 RUN_FILE, RUN_SHA256 = "run.json", "run_sha256"  # a run's identity; the key of its digest in a document in OUT
 Folder = TypeVar("Folder", bound="Unfinished")

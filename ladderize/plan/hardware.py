@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.errors import UserError
-from ladderize.files.documents import read_section
-from ladderize.files.parsing import read_yaml
+from ladderize.files.documents import read_section, read_yaml
 from ladderize.files.records import Record
 from ladderize.files.regular import names_a_file
 from ladderize.runtime.collectives.links import Interconnect, known_interconnects

@@ -20,16 +20,24 @@ from ladderize.convert.sensitivity_file import SensitivityDocument, read_sensiti
 from ladderize.errors import UsageError, UserError
 from ladderize.families.registry import find_family
 from ladderize.files.documents import check_writable, write_json
+from ladderize.files.output import replacement
 from ladderize.files.records import Record
 from ladderize.files.regular import names_a_file, resolved
-from ladderize.files.temporaries import replacement
 from ladderize.layout import Layout, LayoutError, fitting_ranks
 from ladderize.plan.choice import LAYER_KINDS, LayerTables, PlanChoice, choose_layout, kind_seconds
 from ladderize.plan.hardware import DeviceSpec, known_engines, own_links, read_device
 from ladderize.plan.options import BOUND_NAMES, PlanOptions
 from ladderize.plan.passes import WIDTHS, Serving, pass_parts
-from ladderize.plan.rows import PlannedRow, fits, memory_need, planned_rows
-from ladderize.plan.verdict import CHECKPOINT_ROW, CHOSEN_ROW, PlanVerdict, judge
+from ladderize.plan.rows import (
+    CHECKPOINT_ROW,
+    CHOSEN_ROW,
+    PlannedRow,
+    PlanVerdict,
+    fits,
+    judge,
+    memory_need,
+    planned_rows,
+)
 from ladderize.runtime.bench.options import layout_names, named_layout
 from ladderize.runtime.collectives.links import Interconnect, read_interconnect
 from ladderize.runtime.shards import check_runnable, dense_config, read_shape

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from ladderize.console import Console
 from ladderize.convert.sensitivity_file import alignment_words
 from ladderize.plan.choice import PlanChoice, shown_increase
-from ladderize.plan.rows import PlannedRow
+from ladderize.plan.rows import CHOSEN_ROW, PlannedRow, PlanVerdict, shown_name
 from ladderize.plan.run import PlanResult
-from ladderize.plan.verdict import CHOSEN_ROW, PlanVerdict, shown_name
 
 LONG_TRAINING = "*"  # the mark of a layout that needs one
 LOSS_PAGE = "docs/results.md"

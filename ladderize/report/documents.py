@@ -9,8 +9,7 @@ from ladderize.adapt.methods import METRICS
 from ladderize.convert.sensitivity_file import SensitivityDocument, read_sensitivity
 from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults
-from ladderize.files.documents import read_document
-from ladderize.files.parsing import parse_json
+from ladderize.files.documents import parse_json, read_document
 from ladderize.files.records import Record
 from ladderize.files.regular import inside, read_lines, resolved
 from ladderize.runtime.bench.document import BenchDocument

@@ -108,7 +108,7 @@ def show_models(root: Path, console: Console) -> None:
     from ladderize.report.answer import find_answer
     from ladderize.report.documents import find_documents
     from ladderize.report.join import join_documents
-    from ladderize.report.tables import models_table
+    from ladderize.report.page import models_table
 
     content = join_documents(find_documents([root]))
     answer = find_answer(content)

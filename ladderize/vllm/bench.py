@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
-from ladderize.files.temporaries import temporary_folder
+from ladderize.files.output import temporary_folder
 from ladderize.ranks.device import default_device
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import BenchDocument

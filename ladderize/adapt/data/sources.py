@@ -8,8 +8,7 @@ from typing import Any
 
 from ladderize.console import sentence
 from ladderize.data.files import ID_SUFFIXES, data_files, hub_dataset
-from ladderize.data.formats import TRAINING
-from ladderize.data.rows import file_rows
+from ladderize.data.rows import TRAINING, file_rows
 from ladderize.errors import UserError
 from ladderize.files.regular import split_name
 

@@ -17,7 +17,7 @@ from ladderize.adapt.data.packing import pack
 from ladderize.adapt.data.sources import column_names, open_rows, quiet_datasets
 from ladderize.console import SILENT, Console
 from ladderize.data.files import HUB, split_weight
-from ladderize.data.formats import FIRST_ROWS, tell_left_out
+from ladderize.data.rows import FIRST_ROWS, tell_left_out
 from ladderize.errors import UserError
 
 ORDER = 7  # the version of how rows are cut and packed; rows that another version left in the cache are not used
