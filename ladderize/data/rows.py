@@ -26,10 +26,8 @@ MOST_IDS = 2**31  # ids are smaller
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a source, and where it stands there, for people."""
-
     values: Mapping[str, Any]
-    origin: str
+    origin: str  # where it stands in its source, for people
 
 
 def file_rows(name: str) -> Iterator[Row]:
@@ -78,12 +76,9 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise UserError(f"{path} cannot be read as parquet ({sentence(error)[:200]})") from None
 
 
-# ---- token ids ----
-
-
 def open_ids(path: Path, key: str | None = None) -> np.ndarray:
     """Return the token ids of a ``.npy`` file, which is mapped, or of an array in a ``.npz`` archive (``key``, or the
-    only one). They are integers in one or two dimensions, each from 0 to 2**31 - 1; raises UserError for others."""
+    only one): integers in one or two dimensions."""
     check_regular(path)
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -146,7 +141,7 @@ class Formats:
         return f"{', '.join(names[:-1])} or {names[-1]}"
 
     def find(self, columns: Sequence[str]) -> str | None:
-        """Return the first format whose columns are all there; None where there is none."""
+        """Return the first format whose columns are all there."""
         return next((name for name, needed in self.columns.items() if {*needed} <= {*columns}), None)
 
 
@@ -162,8 +157,7 @@ TRAINING = Formats(
 
 
 def check_row(row: Row, formats: Formats = TRAINING) -> str:
-    """Return the format of a row: ``conversation`` where a column holds turns, else a name of ``formats``; raises
-    UserError where columns are missing, or do not hold ids or text."""
+    """Return the format of a row: ``conversation`` where a column holds turns, else a name of ``formats``."""
     if not isinstance(row.values, Mapping):
         raise UserError(f"{row.origin}: not an object with named values; a row needs {formats}")
     present = [str(column) for column, value in row.values.items() if value is not None]
@@ -195,11 +189,8 @@ def read_ids(row: Row) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_conversation(row: Row) -> Conversation:
-    """Return a row's conversation.
-
-    The loss counts the assistant's turns without ``"weight": 0``; of a prompt and its completion, those of the
-    completion. Raises UserError for an invalid one.
-    """
+    """Return a row's conversation. The loss counts the assistant's turns without ``"weight": 0``; of a prompt and its
+    completion, those of the completion."""
     columns = ("messages", "conversations", "prompt")
     column = next(name for name in columns if row.values.get(name) is not None)
     turns = row.values[column]
@@ -215,12 +206,8 @@ def read_conversation(row: Row) -> Conversation:
         message, weight = _read_turn(turn, f"{row.origin}: turn {number + 1} of its {column}")
         messages.append(message)
         scored.append(message["role"] == "assistant" and weight == 1 and number >= first_scored)
-    return Conversation(
-        messages,
-        scored,
-        _read_json(row, "tools", list),
-        _read_json(row, "chat_template_kwargs", Mapping) or {},
-    )
+    kwargs = _read_json(row, "chat_template_kwargs", Mapping) or {}
+    return Conversation(messages, scored, _read_json(row, "tools", list), kwargs)
 
 
 def _read_turn(turn: Any, origin: str) -> tuple[dict[str, Any], int]:
@@ -272,11 +259,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def tell_left_out(source: str, problems: Sequence[str], console: Console) -> int:
-    """Warn of rows that are left out, and return their number.
-
-    problems: of each row: ``EMPTY``, why it cannot be used, or empty text.
-    Raises UserError where more than 5 % of the first 1,000 rows cannot be used.
-    """
+    """Warn of rows that are left out, for the problems of all rows (``EMPTY``, or why they cannot be used, or nothing),
+    and return their number. More than 5 % of the first 1,000 are refused."""
     faults = [problem for problem in problems if problem not in ("", EMPTY)]
     first = [problem for problem in problems[:FIRST_ROWS] if problem not in ("", EMPTY)]
     total = min(FIRST_ROWS, len(problems))

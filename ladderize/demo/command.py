@@ -77,7 +77,6 @@ def _link_models(document: "SweepDocument", folder: Path) -> None:
 def write_documents(
     path: Path, count: int, *, test: bool, seed: int, weights: Mapping[str, int] = GENRE_WEIGHTS
 ) -> Path:
-    """Write texts of the demo's corpus, a line of JSON each; return the path."""
     with replacement(path) as file:
         texts = documents(count, test=test, seed=seed, weights=weights)
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
@@ -85,7 +84,7 @@ def write_documents(
 
 
 def demo_folder(path: Path) -> Path:
-    """Return ``path``, which is made if it is not there. Raises UserError if it holds anything but an earlier demo."""
+    """Return ``path``, which is made if it is not there, and may hold nothing but an earlier demo."""
     folder = resolved(path, "--out ")
     yaml = folder / DEMO_YAML
     is_demo = yaml.is_file() and yaml.read_bytes().startswith(DEMO_MARK)

@@ -1,7 +1,5 @@
-"""A model that is opened for evaluation, and transformers' models as such.
-
-Where a launcher has started several processes, each has the whole transformers model.
-"""
+"""A model that is opened for evaluation, and transformers' models as such: each process of a launcher has a whole
+one."""
 
 import gc
 import itertools
@@ -32,16 +30,12 @@ OpenModel = Callable[[str, Path, EvalOptions], "EvalModel"]  # name as the user 
 
 
 class EvalModel(Protocol):
-    """One opened model. Its folder was checked before.
-
-    vocab_size: ids are below it.
-    positions: the longest window that the model reads.
-    """
+    """One opened model. Its folder was checked before."""
 
     described: EvaluatedModel
     tokenizer: "PreTrainedTokenizerBase | None"
     vocab_size: int
-    positions: int
+    positions: int  # of the longest window that the model reads
 
     def score(
         self,
@@ -53,7 +47,9 @@ class EvalModel(Protocol):
         """Score windows as ``score_windows``, on all ranks alike."""
 
     def harness(self) -> Any:
-        """Return an ``lm_eval.api.model.LM`` of this model."""
+        """Return lm-eval's HF backend, for families that ladderize knows with faster scoring. Its logits_cache is off:
+        with it lm-eval 0.4.13 scores a continuation of one token at a wrong position, where context and continuation
+        together are another request's context."""
 
     def close(self) -> None:
         """Release what the model holds. It cannot be used afterwards."""
@@ -63,10 +59,7 @@ class HFModel:
     """A loaded transformers model; ranks: the processes that share windows and questions."""
 
     def __init__(self, name: str, folder: Path, options: EvalOptions, ranks: Ranks) -> None:
-        """Load a checked model and, if the options need one, its tokenizer.
-
-        Raises LadderizeError; errors of transformers become one sentence.
-        """
+        """Load a checked model and, if the options need one, its tokenizer."""
         self.tokenizer = None
         if options.tasks or (options.perplexity is not None and needs_tokenizer(options.perplexity)):
             self.tokenizer = load_tokenizer(folder)

@@ -22,10 +22,7 @@ JSON_WORDS: dict[type, str] = {
 
 
 def parse_json(content: bytes, *, constants: bool = False) -> Any:
-    """Return the value of a JSON text; raises ValueError with the reason.
-
-    constants: accept NaN and Infinity, which are not JSON.
-    """
+    """Return the value of a JSON text; raises ValueError, also for NaN and Infinity without ``constants``."""
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"it holds {constant}, which is not a number")
@@ -77,11 +74,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path, *, option: str = "", advice: str = "") -> Any:
-    """Return the document of a file; raises UserError for invalid YAML.
-
-    option: precedes the path in the message.
-    advice: follows "not valid YAML".
-    """
+    """Return the document of a file; ``option`` precedes its path in messages, ``advice`` follows "not valid YAML"."""
     text = read_text(path, MAX_YAML_BYTES)
     try:
         return parse_yaml(text)
@@ -89,14 +82,8 @@ def read_yaml(path: Path, *, option: str = "", advice: str = "") -> Any:
         raise UserError(f"{option}{path} is not valid YAML{advice}: {error}") from None
 
 
-# ---- result files ----
-
-
 def check_writable(path: Path, option: str = "--out", *, inputs: Iterable[str | Path | None] = ()) -> None:
-    """Raise UserError unless ``path`` can be written, before hours of work instead of after.
-
-    inputs: values of options that are read; ``path`` must be none of them, since it would replace it.
-    """
+    """Raise UserError unless ``path`` can be written, and is none of the files that ``inputs`` name."""
     path = resolved(path, f"{option} ")
     if path.exists() and not path.is_file():
         raise UserError(f"{option} {path} is not a regular file; name another")
@@ -131,8 +118,7 @@ def read_document(path: Path, kind: str) -> dict[str, Any]:
 
 
 def read_json(path: Path, *, advice: str = "download it again") -> dict[str, Any]:
-    """Return the JSON object in a file; raises UserError, which ends with ``advice``, for any other content, and for
-    NaN and Infinity."""
+    """Return the JSON object in a file; raises UserError, which ends with ``advice``, for any other content."""
     content = read_bytes(path)
     try:
         value = parse_json(content)
@@ -153,8 +139,7 @@ def read_own(path: Path) -> dict[str, Any]:
 
 
 def read_section(path: Path, key: str, option: str) -> Mapping[str, Any]:
-    """Return the object under ``key`` of the JSON or YAML file that an option names; raises UserError where there is
-    none."""
+    """Return the object under ``key`` of the JSON or YAML file that an option names."""
     path = resolved(path, f"{option} ")
     document: Any
     if path.suffix == ".json":  # which is YAML, but for tabs

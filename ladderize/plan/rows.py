@@ -19,7 +19,7 @@ from ladderize.console import human_bytes
 from ladderize.errors import LadderizeError
 from ladderize.files.documents import read_yaml
 from ladderize.files.records import Record
-from ladderize.layout import Layout
+from ladderize.layout import Layout, fitting_ranks
 from ladderize.plan.hardware import DeviceSpec
 from ladderize.plan.passes import (
     CASES,
@@ -114,11 +114,8 @@ class _Variant(NamedTuple):
 
 
 def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[PlannedRow]:
-    """Return the rows of one group and batch: the dense layout, which speed-ups are over, then the others, then what
-    changes no result. Raises UserError or LayoutError where there are no figures for the group.
-
-    layouts: by row name, or by the name of one of BOUNDS, which has the dense one.
-    """
+    """Return the rows of one group and batch: the dense layout, which speed-ups are over, then those of ``layouts`` by
+    their name or that of one of BOUNDS, then what changes no result."""
     device, links, passes = serving.device, serving.links, serving.passes
     dense = Layout.dense(serving.config["num_hidden_layers"])
     timed = all(link.calibrated and not link.at(serving.ranks).derived for link in links)
@@ -167,11 +164,8 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
 
 
 def relative_band(figures: Sequence[float], *, runs: int = 1) -> float:
-    """Return half the width of the 95 % band of a figure, relative to it; 0 where no error changes it.
-
-    figures: its values in CASES.
-    runs: the number of times that it depends on: 2 for a speed-up.
-    """
+    """Return half the width of the 95 % band of a figure by its values in CASES, relative to it; it depends on so many
+    times as ``runs``: 2 for a speed-up."""
     deviations = [(more - less) / 2 for more, less in zip(figures[1::2], figures[2::2], strict=True)]
     size = abs(figures[0])
     if not size or max(map(abs, deviations)) <= 1e-12 * size:
@@ -201,11 +195,8 @@ def _exact_variants(serving: Serving, dense: Layout) -> Iterator[_Variant]:
 
 
 def fused_gain(serving: Serving, times: PassParts) -> tuple[float, float]:
-    """Return the 95 % band of the gain of a dense pass by fused norms, at most the time of waits and norms.
-
-    It is NO_GAIN where vLLM fuses nothing: fused kernels write to each other's memory over NVLink. A link without a
-    medium counts as NVLink.
-    """
+    """Return the 95 % band of the gain of a dense pass by fused norms, at most the time of waits and norms. Fused
+    kernels write to each other's memory over NVLink; a link without a medium counts as one."""
     size, device = times.message_bytes / MIB, serving.device
     over_nvlink = any(link.medium in (None, "nvlink") and link.is_within(serving.ranks) for link in serving.links)
     if size > device.fused_norm_mib.get(serving.ranks, 0) or not over_nvlink:
@@ -215,9 +206,6 @@ def fused_gain(serving: Serving, times: PassParts) -> tuple[float, float]:
     most = dense.total / (dense.busy - 2 * times.layers * times.norm) - 1
     low, high = DISPUTED_GAIN if disputed else DOCUMENTED_GAIN
     return min(low, most), min(high, most)
-
-
-# ---- memory ----
 
 
 def memory_need(serving: Serving, layout: Layout) -> int:
@@ -237,18 +225,13 @@ def fits(device: DeviceSpec, need: int) -> bool | None:
     return None if device.memory_gib is None else need <= device.memory_gib * GIB
 
 
-# ---- losses of a real model ----
-
-
 @cache
 def all_losses() -> list[MeasuredLoss]:
-    """Return the rows of losses.yaml."""
     return [MeasuredLoss.from_dict(row, LOSS_TABLE) for row in read_yaml(LOSS_TABLE)]
 
 
 def measured_loss(layout: Layout) -> MeasuredLoss | None:
-    """Return the loss of the measured layout that has the same kinds on about the same shares of its layers; None where
-    there is none."""
+    """Return the loss of the measured layout that has the same kinds on about the same shares of its layers."""
     layers = {"ladder": layout.ladder_layers, "delayed": layout.delayed_layers, "spd": layout.spd_layers}
     shares = {kind: len(of_kind) / layout.num_layers for kind, of_kind in layers.items() if of_kind}
 
@@ -273,14 +256,10 @@ class PlanVerdict(Record):
     sentence: str
 
 
-def judge(rows: Sequence[PlannedRow], least_ranks: int | None = None) -> PlanVerdict:
-    """Return the verdict on one group, by its rows, the dense model first.
-
-    It is about the chosen layout or the checkpoint's own, if they are there, else about the fastest layout that was
-    measured to need no long training (of those nearly as fast the most accurate), or else about the fastest.
-
-    least_ranks: the fewest ranks whose memory holds the dense model; None where it is not known, or none do.
-    """
+def judge(rows: Sequence[PlannedRow], serving: Serving) -> PlanVerdict:
+    """Return the verdict on one group, by its rows: on the chosen layout or the checkpoint's own, if they are there,
+    else on the fastest layout that was measured to need no long training (of those nearly as fast the most accurate),
+    or else on the fastest."""
     dense, *others = rows
     layouts = {row.name: row for row in others if row.kind == "layout" and row.fits is not False}
     short = [row for row in layouts.values() if row.loss is not None and not row.loss.needs_long_training]
@@ -290,15 +269,19 @@ def judge(rows: Sequence[PlannedRow], least_ranks: int | None = None) -> PlanVer
         nearly_as_fast = [row for row in short if row.speedup >= NEARLY * best.speedup]
         best = max(nearly_as_fast, key=lambda row: (row.loss.points if row.loss else -math.inf, row.speedup))
     rival = max([dense, *(row for row in others if row.kind == "exact")], key=lambda row: row.speedup)
-    worth, sentence = _answer(dense, best, rival, least_ranks)
+    worth, sentence = _answer(dense, best, rival, serving)
     return PlanVerdict(dense.tp_size, dense.batch_size, worth, best.name if best and worth != "no" else None, sentence)
 
 
 def _answer(
-    dense: PlannedRow, best: PlannedRow | None, rival: PlannedRow, least_ranks: int | None
+    dense: PlannedRow, best: PlannedRow | None, rival: PlannedRow, serving: Serving
 ) -> tuple[Literal["yes", "perhaps", "no"], str]:
     if dense.fits is False:
-        advice = f"the smallest --tp-size that fits is {least_ranks}" if least_ranks else "no --tp-size does"
+        layout = Layout.dense(serving.config["num_hidden_layers"])
+        sizes = [replace(serving, ranks=ranks) for ranks in fitting_ranks(serving.config)]
+        enough = (size.ranks for size in sizes if fits(serving.device, memory_need(size, layout)))
+        least = next(enough, None)
+        advice = f"the smallest --tp-size that fits is {least}" if least else "no --tp-size does"
         need = human_bytes(dense.memory_need_bytes)
         return "no", f"It does not fit: each rank needs {need} or more; {advice}."
     if dense.tp_size == 1:
@@ -326,5 +309,4 @@ def _speed(row: PlannedRow) -> str:
 
 
 def shown_name(name: str) -> str:
-    """Return the name of a layout's row for people: ``ladder=16:32`` is ``ladder 16:32``."""
     return name.replace("=", " ")

@@ -1,5 +1,6 @@
 """The command ``ladderize plan`` from its options to its document: read, choose, predict, write."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from ladderize.files.documents import check_writable, write_json
 from ladderize.files.output import replacement
 from ladderize.files.records import Record
 from ladderize.files.regular import names_a_file, resolved
-from ladderize.layout import Layout, LayoutError, fitting_ranks
+from ladderize.layout import Layout, LayoutError
 from ladderize.plan.choice import LAYER_KINDS, LayerTables, PlanChoice, choose_layout, kind_seconds
 from ladderize.plan.hardware import DeviceSpec, known_engines, own_links, read_device
 from ladderize.plan.options import BOUND_NAMES, PlanOptions
@@ -33,9 +34,7 @@ from ladderize.plan.rows import (
     CHOSEN_ROW,
     PlannedRow,
     PlanVerdict,
-    fits,
     judge,
-    memory_need,
     planned_rows,
 )
 from ladderize.runtime.bench.options import layout_names, named_layout
@@ -68,17 +67,11 @@ class PlanResult(Record):
 
     def groups(self) -> list[list[PlannedRow]]:
         """Return the rows of each number of ranks at each batch size, the dense model first."""
-        groups: dict[tuple[int, int], list[PlannedRow]] = {}
-        for row in self.rows:
-            groups.setdefault((row.tp_size, row.batch_size), []).append(row)
-        return [*groups.values()]
+        return [[*rows] for _, rows in itertools.groupby(self.rows, key=lambda row: (row.tp_size, row.batch_size))]
 
 
 def plan_layouts(options: PlanOptions, *, console: Console = SILENT) -> PlanResult:
-    """Predict the speed of a model's layouts on hardware that need not be there, and choose one; return the document.
-
-    Raises UsageError, UserError or LayoutError for what cannot be predicted, or if nothing is within the budget.
-    """
+    """Predict the speed of a model's layouts on hardware that need not be there, and choose one."""
     _check_outputs(options)
     served, layout = _serving(options)
     layouts = {ranks: _row_layouts(options, layout, served, ranks) for ranks in options.tp_sizes}
@@ -91,17 +84,10 @@ def plan_layouts(options: PlanOptions, *, console: Console = SILENT) -> PlanResu
     if options.sensitivity is not None:
         choice, measurer = _choose(options, options.sensitivity, layout, groups[0], console)
         layouts = {groups[0].ranks: {CHOSEN_ROW: choice.chosen.as_layout, **layouts[groups[0].ranks]}}
-    rows: list[PlannedRow] = []
-    verdicts: list[PlanVerdict] = []
-    fitting: list[Serving] = []
-    for group in groups:
-        table = planned_rows(group, layouts[group.ranks])
-        if table[0].fits is False:
-            verdicts.append(judge(table, _least_ranks(group)))
-        else:
-            verdicts.append(judge(table))
-            fitting.append(group)
-        rows += table
+    tables = [planned_rows(group, layouts[group.ranks]) for group in groups]
+    verdicts = [judge(table, group) for table, group in zip(tables, groups, strict=True)]
+    rows = [*itertools.chain.from_iterable(tables)]
+    fitting = [group for table, group in zip(tables, groups, strict=True) if table[0].fits is not False]
     links = [*max(groups, key=lambda group: group.ranks).links]
     result = PlanResult(
         served.dtype, served.is_fp8, options, served.device, links, served.engine.name, rows, verdicts,
@@ -172,8 +158,7 @@ def _serving(options: PlanOptions) -> tuple[Serving, Layout]:
 
 
 def _links(options: PlanOptions, serving: Serving, ranks: int) -> tuple[Interconnect, ...]:
-    """Return the links that messages of ``ranks`` ranks choose among: that of --link or of --hardware's file, else the
-    device's own. Raises UsageError or UserError where none is known for so many."""
+    """Return the links that messages choose among: that of --link or of --hardware's file, else the device's own."""
     if ranks == 1:
         return ()
     device, most = serving.device, max(options.tp_sizes)
@@ -209,7 +194,7 @@ def _links(options: PlanOptions, serving: Serving, ranks: int) -> tuple[Intercon
 
 def _row_layouts(options: PlanOptions, layout: Layout, serving: Serving, ranks: int) -> dict[str, Layout]:
     """Return the layouts of the rows beside dense: the checkpoint's own, then those of --layout, or else the usual ones
-    that the ranks and the family can run; bounds have the dense one. Raises UsageError, UserError or LayoutError."""
+    that the ranks and the family can run; bounds have the dense one."""
     layers = layout.num_layers
     names = _usual_layouts(layers, ranks) if options.layout is None else layout_names(options.layout)
     layouts = {} if layout.is_dense else {CHECKPOINT_ROW: layout}
@@ -230,24 +215,12 @@ def _row_layouts(options: PlanOptions, layout: Layout, serving: Serving, ranks: 
 
 
 def _usual_layouts(num_layers: int, ranks: int) -> list[str]:
-    """Return the names of the rows that are shown without --layout.
-
-    Those on a share of the layers are what a short adaptation was measured to make good: the upper half, and for spd
-    the 70 % of the SPD paper. Of spd any layers are as fast.
-    """
+    """Return the names of the rows that are shown without --layout: those on a share of the layers are what a short
+    adaptation was measured to make good, the upper half, and for spd the 70 % of the SPD paper."""
     if ranks == 1:
         return []
     upper, most = f"{num_layers // 2}:{num_layers}", f"{num_layers * 3 // 10}:{num_layers}"
     return [f"ladder={upper}", f"delayed={upper}", f"spd={most}", "ladder", "delayed", "spd", "no-comm"]
-
-
-def _least_ranks(serving: Serving) -> int | None:
-    """Return the fewest ranks whose memory holds the dense model with this batch; None where none do."""
-    dense = Layout.dense(serving.config["num_hidden_layers"])
-    for ranks in fitting_ranks(serving.config):
-        if fits(serving.device, memory_need(replace(serving, ranks=ranks), dense)):
-            return ranks
-    return None
 
 
 def _doubts(groups: Sequence[Serving]) -> Iterator[str]:

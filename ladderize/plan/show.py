@@ -13,7 +13,6 @@ LOSS_PAGE = "docs/results.md"
 
 
 def show_plan(result: PlanResult, console: Console) -> None:
-    """Print the result of ``ladderize plan``: what does not fit, a table for each group, the choice, and verdicts."""
     options = result.options
     weights = ", FP8 weights" if result.is_fp8 else ""
     console.prose(
@@ -78,10 +77,6 @@ def _digits(value: float) -> str:
 
 
 def _show_choice(choice: PlanChoice, row: PlannedRow, console: Console) -> None:
-    """Print the chosen layout, its costs, and the measurements.
-
-    row: of the chosen layout.
-    """
     chosen = choice.chosen
     if choice.measured:
         console.result("\nMeasured")
