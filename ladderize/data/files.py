@@ -87,9 +87,6 @@ def check_sources(texts: Sequence[str]) -> None:
         )
 
 
-# ---- hashes, to tell whether two runs read the same data ----
-
-
 def file_sha256(name: str) -> str:
     """Return a hash of a file and of the array chosen in it."""
     path, key = split_name(name)

@@ -132,9 +132,9 @@ EMPTY = "is empty"  # the problem of a row of empty text, which is no fault
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of rows that a reader accepts: the columns that each needs. The first that fits is taken."""
+    """The formats of rows that a reader accepts. The first that fits is taken."""
 
-    columns: Mapping[str, tuple[str, ...]]
+    columns: Mapping[str, tuple[str, ...]]  # that each needs
 
     def __str__(self) -> str:
         names = [" and ".join(needed) for needed in self.columns.values()]
@@ -145,15 +145,9 @@ class Formats:
         return next((name for name, needed in self.columns.items() if {*needed} <= {*columns}), None)
 
 
-TRAINING = Formats(
-    {
-        "input_ids": ("input_ids",),  # before the others: a row of ids may carry its text too
-        "messages": ("messages",),
-        "conversations": ("conversations",),
-        "prompt": ("prompt", "completion"),
-        "text": ("text",),
-    }
-)
+# ids before the others: a row of them may carry its text too
+SINGLE = {name: (name,) for name in ("input_ids", "messages", "conversations")}
+TRAINING = Formats({**SINGLE, "prompt": ("prompt", "completion"), "text": ("text",)})
 
 
 def check_row(row: Row, formats: Formats = TRAINING) -> str:

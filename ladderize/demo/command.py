@@ -20,7 +20,6 @@ from ladderize.files.regular import resolved
 if TYPE_CHECKING:
     from ladderize.sweep_document import SweepDocument
 
-
 HERE = Path(__file__).parent
 MODEL, TASKS = HERE / "model", HERE / "tasks"
 DEMO_YAML, MEASURED = "sweep.yaml", "sweep"
@@ -71,9 +70,6 @@ def _link_models(document: "SweepDocument", folder: Path) -> None:
                 link.symlink_to(Path("sweep") / point.model, target_is_directory=True)
 
 
-# ---- the inputs of the sweep ----
-
-
 def write_documents(
     path: Path, count: int, *, test: bool, seed: int, weights: Mapping[str, int] = GENRE_WEIGHTS
 ) -> Path:
@@ -103,18 +99,18 @@ def as_typed(path: Path) -> str:
 def write_inputs(folder: Path, *, quick: bool) -> Path:
     """Write the sweep.yaml into the folder, and the files that it names if they are missing; return its path."""
     template = (HERE / ("quick.yaml" if quick else DEMO_YAML)).read_text(encoding="utf-8")
-    files = {"dense": "dense", "sweep": MEASURED, "train": "train.jsonl", "heldout": "heldout.jsonl"}
-    named = {name: folder / file for name, file in files.items()}
-    places = {name: json.dumps(as_typed(path)) for name, path in named.items()}
+    dense, train, heldout = (folder / name for name in ("dense", "train.jsonl", "heldout.jsonl"))
+    named = {"dense": dense, "sweep": folder / MEASURED, "train": train, "heldout": heldout}
+    values = {name: json.dumps(as_typed(path)) for name, path in named.items()}
     yaml = folder / DEMO_YAML
     with replacement(yaml) as file:  # first, so that the folder of a killed demo is known as a demo's
-        file.write(Template(template).substitute(places, tasks=json.dumps(str(TASKS))))
-    if not named["dense"].exists():
-        copy = folder / f".{named['dense'].name}.unfinished"
+        file.write(Template(template).substitute(values, tasks=json.dumps(str(TASKS))))
+    if not dense.exists():
+        copy = folder / ".dense.unfinished"
         shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(MODEL, copy).rename(named["dense"])
-    if not named["train"].exists():
-        write_documents(named["train"], TRAIN_DOCUMENTS, test=False, seed=11, weights=REPAIR_WEIGHTS)
-    if not named["heldout"].exists():
-        write_documents(named["heldout"], HELDOUT_DOCUMENTS, test=True, seed=1)
+        shutil.copytree(MODEL, copy).rename(dense)
+    if not train.exists():
+        write_documents(train, TRAIN_DOCUMENTS, test=False, seed=11, weights=REPAIR_WEIGHTS)
+    if not heldout.exists():
+        write_documents(heldout, HELDOUT_DOCUMENTS, test=True, seed=1)
     return yaml

@@ -129,9 +129,6 @@ def check_same_questions(reference: AnsweredModel, other: AnsweredModel, task: s
             )
 
 
-# ---- everything that two models were asked ----
-
-
 def compare(files: Iterable[str | Path], margin: float = MARGIN) -> Comparisons:
     """Compare each model of stored evaluations (results.json) with the first one of the first file; ``margin``: points
     that may be lost, of which 1 is 0.01 of acc."""
@@ -240,10 +237,13 @@ def compare_means(columns: Sequence[Columns], margin: float, better: Any = True)
     samples, verdict = sum(map(len, differences)), None
     if is_share and low is not None and high is not None:
         verdict = verdict_of(*((low, high) if better else (-high, -low)), margin, samples)
-    ours, theirs = zip(*columns, strict=True)
-    means = [float(np.mean([values.mean() for values in column])) for column in (ours, theirs, differences)]
-    names = ("samples", "reference_value", "value", "difference", "low", "high", "verdict")
-    return dict(zip(names, (samples, *means, low, high, verdict), strict=True))
+    return {
+        "samples": samples,
+        "reference_value": float(np.mean([ours.mean() for ours, _ in columns])),
+        "value": float(np.mean([theirs.mean() for _, theirs in columns])),
+        "difference": float(np.mean([values.mean() for values in differences])),
+        **{"low": low, "high": high, "verdict": verdict},
+    }
 
 
 def metric_name(metric: str, filter_name: str) -> str:

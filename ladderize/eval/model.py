@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Advance = Callable[[int], None]
+Windows = list[np.ndarray]
+Kept = KeptPredictions | None
 OpenModel = Callable[[str, Path, EvalOptions], "EvalModel"]  # name as the user gave it, folder of the checked model
 
 
@@ -37,19 +39,11 @@ class EvalModel(Protocol):
     vocab_size: int
     positions: int  # of the longest window that the model reads
 
-    def score(
-        self,
-        windows: list[np.ndarray],
-        advance: Advance,
-        keep: KeptPredictions | None = None,
-        reference: KeptPredictions | None = None,
-    ) -> list[WindowScore]:
+    def score(self, windows: Windows, advance: Advance, keep: Kept = None, reference: Kept = None) -> list[WindowScore]:
         """Score windows as ``score_windows``, on all ranks alike."""
 
     def harness(self) -> Any:
-        """Return lm-eval's HF backend, for families that ladderize knows with faster scoring. Its logits_cache is off:
-        with it lm-eval 0.4.13 scores a continuation of one token at a wrong position, where context and continuation
-        together are another request's context."""
+        """Return an ``lm_eval.api.model.LM`` of this model."""
 
     def close(self) -> None:
         """Release what the model holds. It cannot be used afterwards."""
@@ -86,13 +80,7 @@ class HFModel:
             transformers_version=transformers.__version__,
         )
 
-    def score(
-        self,
-        windows: list[np.ndarray],
-        advance: Advance,
-        keep: KeptPredictions | None = None,
-        reference: KeptPredictions | None = None,
-    ) -> list[WindowScore]:
+    def score(self, windows: Windows, advance: Advance, keep: Kept = None, reference: Kept = None) -> list[WindowScore]:
         """Score windows. Each rank scores neighbouring ones, and all ranks return all scores."""
         rank, size = self.ranks.rank, self.ranks.size
         scores = score_windows(
@@ -107,11 +95,9 @@ class HFModel:
         return [*itertools.chain.from_iterable(self.ranks.gather(scores))]
 
     def harness(self) -> Any:
-        """Return lm-eval's HF backend around the loaded model, for families that ladderize knows with faster scoring.
-
-        Its logits_cache is off: with it lm-eval 0.4.13 scores a continuation of one token at a wrong position, where
-        context and continuation together are another request's context.
-        """
+        """Return lm-eval's HF backend, for families that ladderize knows with faster scoring. Its logits_cache is off:
+        with it lm-eval 0.4.13 scores a continuation of one token at a wrong position, where context and continuation
+        together are another request's context."""
         from lm_eval.models.huggingface import HFLM
 
         from ladderize.eval.likelihoods import LikelihoodLM

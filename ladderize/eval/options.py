@@ -128,9 +128,6 @@ def check_margin(margin: float) -> None:
         raise UsageError(f"--margin must be above 0 and at most 100 points, not {margin:g}")
 
 
-# ---- names of tasks ----
-
-
 def check_task_names(options: EvalOptions) -> None:
     """Raise UserError for a name that stands in no file of tasks, so that it certainly names none. Only lm-eval, which
     takes many seconds, knows whether another one does, and what a pattern matches."""

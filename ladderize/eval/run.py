@@ -104,14 +104,16 @@ def score_text(
     windows = text_windows(options, model.tokenizer, vocab_size=model.vocab_size, positions=model.positions)
     text = PredictedText(name, ids_sha256(windows), model.vocab_size)
     before = baseline.text if baseline is not None else None
-    reason = before.difference(text) if before is not None else None
-    if before is not None and reason is not None:
+    keep, reference = (baseline, None) if before is None else (None, baseline)
+    if before is not None and (before.vocab_size, before.ids_sha256) != (text.vocab_size, text.ids_sha256):
+        reason = "their windows are others (--perplexity, --seq-len, --windows, or the tokenizer differs)"
+        if before.vocab_size != text.vocab_size:
+            reason = f"their vocabulary has {before.vocab_size} tokens, and this one {text.vocab_size}"
         message = f"the predictions of {name} are not compared with those of {before.model}: {reason}"
         if options.reference is not None:
             raise UserError(message)
         console.warn(message)
-    keep = baseline if before is None else None
-    reference = baseline if before is not None and reason is None else None
+        reference = None
     with console.progress("perplexity", len(windows)) as advance:
         scores = model.score(windows, advance, keep, reference)
     nlls = np.array([score.nll for score in scores])

@@ -49,14 +49,6 @@ class PredictedText(Record):
     ids_sha256: str
     vocab_size: int
 
-    def difference(self, other: "PredictedText") -> str | None:
-        """Return why predictions of ``other`` cannot be compared with these; None where they can."""
-        if self.vocab_size != other.vocab_size:
-            return f"their vocabulary has {self.vocab_size} tokens, and this one {other.vocab_size}"
-        if self.ids_sha256 != other.ids_sha256:
-            return "their windows are others (--perplexity, --seq-len, --windows, or the tokenizer differs)"
-        return None
-
 
 @dataclass
 class KeptPredictions:

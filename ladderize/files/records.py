@@ -75,10 +75,9 @@ def read_value(kind: Any, value: Any, where: str) -> Any:
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             raise UserError(f"{where} is {shown(value)}, but must be an object")
-        return {
-            _key(arguments[0], key, where): read_value(arguments[1], item, f"{where}.{key}")
-            for key, item in value.items()
-        }
+        keys = [_key(arguments[0], key, where) for key in value]
+        items = [read_value(arguments[1], item, f"{where}.{key}") for key, item in value.items()]
+        return dict(zip(keys, items, strict=True))
     if isinstance(kind, type) and issubclass(kind, Record):
         return kind.from_dict(value, where)
     if kind is float and type(value) is int:

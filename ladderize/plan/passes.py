@@ -291,9 +291,6 @@ def mean_keys(least: int, most: int, window: int | None) -> float:
     return (inside * (least + window - 1) / 2 + (count - inside) * window) / count
 
 
-# ---- whole passes ----
-
-
 class PassSeconds(NamedTuple):
     """The seconds of a pass or of a layer."""
 

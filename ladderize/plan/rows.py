@@ -242,9 +242,6 @@ def measured_loss(layout: Layout) -> MeasuredLoss | None:
     return min(alike, key=distance, default=None)
 
 
-# ---- the answer: is a layout worth it on this group, and which one? ----
-
-
 @dataclass(frozen=True)
 class PlanVerdict(Record):
     """The answer for one group at one batch size."""

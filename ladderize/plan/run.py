@@ -72,7 +72,13 @@ class PlanResult(Record):
 
 def plan_layouts(options: PlanOptions, *, console: Console = SILENT) -> PlanResult:
     """Predict the speed of a model's layouts on hardware that need not be there, and choose one."""
-    _check_outputs(options)
+    out, recipe_out = options.out, options.recipe_out
+    if out is not None and recipe_out is not None and resolved(out) == resolved(recipe_out):
+        raise UsageError("--out and --recipe-out are one file; name two")
+    inputs = [options.shape, options.hardware, options.link, options.outer_link, options.sensitivity]
+    for path, flag in ((out, "--out"), (recipe_out, "--recipe-out")):
+        if path is not None:
+            check_writable(path, flag, inputs=inputs)
     served, layout = _serving(options)
     layouts = {ranks: _row_layouts(options, layout, served, ranks) for ranks in options.tp_sizes}
     groups = [
@@ -93,26 +99,13 @@ def plan_layouts(options: PlanOptions, *, console: Console = SILENT) -> PlanResu
         served.dtype, served.is_fp8, options, served.device, links, served.engine.name, rows, verdicts,
         [*_doubts(fitting)], choice,
     )  # fmt: skip
-    if options.out is not None:
-        write_json(options.out, result.to_dict())
-    if choice is not None and options.recipe_out is not None:
-        _write_recipe(options.recipe_out, choice)
+    if out is not None:
+        write_json(out, result.to_dict())
+    if choice is not None and recipe_out is not None:
+        _write_recipe(recipe_out, choice)
     if measurer is not None:
         measurer.tidy()
     return result
-
-
-def _check_outputs(options: PlanOptions) -> None:
-    out, recipe_out = options.out, options.recipe_out
-    if out is not None and recipe_out is not None and resolved(out) == resolved(recipe_out):
-        raise UsageError("--out and --recipe-out are one file; name two")
-    inputs = [options.shape, options.hardware, options.link, options.outer_link, options.sensitivity]
-    for path, flag in ((out, "--out"), (recipe_out, "--recipe-out")):
-        if path is not None:
-            check_writable(path, flag, inputs=inputs)
-
-
-# ---- the model and the hardware ----
 
 
 def _serving(options: PlanOptions) -> tuple[Serving, Layout]:
@@ -198,19 +191,17 @@ def _row_layouts(options: PlanOptions, layout: Layout, serving: Serving, ranks: 
     layers = layout.num_layers
     names = _usual_layouts(layers, ranks) if options.layout is None else layout_names(options.layout)
     layouts = {} if layout.is_dense else {CHECKPOINT_ROW: layout}
-    check_runnable(serving.config, Layout.dense(layers), ranks, in_groups=True)
-    for row in layouts.values():
+    for row in (Layout.dense(layers), *layouts.values()):
         check_runnable(serving.config, row, ranks, in_groups=True)
     for name in names:
         row = named_layout("dense" if name in BOUND_NAMES else name, layers, options.sync_tp_size or ranks)
         try:
             check_runnable(serving.config, row, ranks, in_groups=True)
             row.check_model(serving.config)
+            layouts[name] = row
         except LayoutError:
             if options.layout is not None:
                 raise
-            continue
-        layouts[name] = row
     return layouts
 
 
@@ -234,17 +225,12 @@ def _doubts(groups: Sequence[Serving]) -> Iterator[str]:
     for group in groups:
         for times in pass_parts(group).values():
             link = group.fastest(times.message_bytes)
-            reaches = untimed.setdefault(link.name, {})
             if link.derived:
-                reaches[f"{group.ranks} ranks ({link.derived})"] = None
+                untimed.setdefault(link.name, {})[f"{group.ranks} ranks ({link.derived})"] = None
             if not link.in_range(times.message_bytes):
-                reaches[human_bytes(times.message_bytes)] = None
+                untimed.setdefault(link.name, {})[human_bytes(times.message_bytes)] = None
     for name, reaches in untimed.items():
-        if reaches:
-            yield f"{name} was not timed at {', '.join(reaches)}: its part of the bands is wide"
-
-
-# ---- the choice ----
+        yield f"{name} was not timed at {', '.join(reaches)}: its part of the bands is wide"
 
 
 def _choose(

@@ -3,15 +3,16 @@
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ladderize.adapt.methods import METRICS
 from ladderize.convert.sensitivity_file import SensitivityDocument, read_sensitivity
+from ladderize.data.rows import file_rows
 from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults
-from ladderize.files.documents import parse_json, read_document
+from ladderize.files.documents import read_document
 from ladderize.files.records import Record
-from ladderize.files.regular import inside, read_lines, resolved
+from ladderize.files.regular import inside, resolved
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.sweep_document import SweepDocument
 
@@ -139,13 +140,8 @@ def _add_retraining(folder: Path, name: str, documents: FoundDocuments) -> None:
     if folder in documents.documents:
         return
     tokens, validations = 0, []
-    for number, text in enumerate(read_lines(folder / METRICS), 1):
-        where = f"{folder / METRICS}, line {number}"
-        try:
-            content: Any = parse_json(text, constants=True)
-        except ValueError:
-            raise UserError(f"{where} is not JSON; the file may be damaged") from None
-        line = MetricsLine.from_dict(content, where)
+    for row in file_rows(str(folder / METRICS)):
+        line = MetricsLine.from_dict(row.values, row.origin)
         tokens = tokens if line.tokens is None else line.tokens  # a validation follows its step
         if line.heldout_perplexity is not None:
             validations.append(replace(line, tokens=tokens))

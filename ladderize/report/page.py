@@ -175,9 +175,6 @@ def _markdown(text: object) -> str:
     return html.escape(re.sub(r"([\\`*_\[\]|#])", r"\\\1", line), quote=False)
 
 
-# ---- the answer in prose, which claims what 95 % intervals show, and no more ----
-
-
 def find_answer(content: ReportContent) -> Answer:
     """Return the answer: the fastest layout that is shown to be within the margin, else the one nearest to dense."""
     margin, others = margin_text(content.margin), content.models[1:]
@@ -257,9 +254,6 @@ def _nearest(others: list[ReportModel]) -> ReportModel | None:
         if measured:
             return min(measured, key=lambda model: sign * getattr(model, name).value)
     return None
-
-
-# ---- the table of all models, and the facts of machines and versions ----
 
 
 def models_table(content: ReportContent, setting: Setting | None) -> ReportTable:

@@ -16,12 +16,14 @@ from ladderize.console import printable
 from ladderize.convert.sensitivity_file import INTERVAL, LAYER_CHANGES, SensitivityDocument, dense_line
 from ladderize.eval.compare import metric_name
 from ladderize.eval.table import margin_text
+from ladderize.files.documents import read_yaml
 from ladderize.report.documents import FoundDocuments, RetrainingRun
 from ladderize.report.join import ReportContent
 from ladderize.report.models import ReportModel, Setting, Timing, WithInterval, pareto_front, points_text, speedup_text
 from ladderize.sweep_document import AS_CONVERTED, THEN
 
 Row = dict[str, Any]  # of a panel's data; its mark is described by the field ``description``
+CAPTIONS = Path(__file__).parent / "templates" / "captions.yaml"
 WIDTH = 420  # of a drawing's axes, in pixels; the page enlarges it
 # in this order they have colours that stand out, but for the last but two
 FAMILIES = ["dense", "ladder", "delayed", "spd", "ladder and delayed", "spd + delayed", "spd + ladder", "baseline"]
@@ -176,18 +178,10 @@ def filled(plots: list[ReportPlot], least: int = 1) -> list[ReportPlot]:
     return [plot for plot in plots if plot.panels]
 
 
-# ---- the sections ----
-
-
 def tradeoff_plots(content: ReportContent, first: Setting | None) -> list[ReportPlot]:
     """Return a plot for each measure, with a panel for each setting, the ``first`` one first."""
     settings = sorted(content.settings, key=lambda setting: setting != first)
-    caption = (
-        "From end to end. Up and to the right is better. Bars are 95 % intervals of the speed-up and of the difference"
-        " to dense. Filled marks are on the Pareto front: no other model is both faster and better, intervals aside."
-        " Only these are named here; point at a mark for its name and numbers. Circles are measured; diamonds are"
-        " emulated. Small marks are models as converted, larger ones are aligned, the largest trained."
-    )
+    caption = read_yaml(CAPTIONS)["tradeoff"]
     margin = f" The dashed line is the margin, {margin_text(content.margin)}."
     panels = [_tradeoff_panel(content, ACCURACY, setting) for setting in settings]
     accuracy = ReportPlot("tradeoff", "Speed-up against accuracy", caption + margin, panels)
@@ -241,10 +235,7 @@ def _timings(content: ReportContent, setting: Setting) -> list[tuple[ReportModel
 
 
 def speed_plots(content: ReportContent) -> list[ReportPlot]:
-    caption = (
-        "Speed-up from end to end over the first model of each benchmark; bars are 95 % intervals; the line at 1\u00d7"
-        " is no gain. Circles are measured; diamonds are emulated: one real rank of a group that is not there."
-    )
+    caption = read_yaml(CAPTIONS)["speed"]
     if any(setting.is_random for setting in content.settings):
         caption += " Random weights: only the times mean something."
     panels = []
@@ -268,17 +259,12 @@ def speed_plots(content: ReportContent) -> list[ReportPlot]:
 
 def time_plots(content: ReportContent) -> list[ReportPlot]:
     """Return one plot for each phase, with a panel for each setting where communication was measured."""
-    caption = (
-        "Compute is the time without communication. Waiting is what communication adds; where the rounds do not tell it"
-        " from nothing, its interval in the data holds 0. Hidden is the communication alone minus the waiting, for"
-        " layouts that overlap."
-    )
     # one rank has nothing to wait for, so its waits are noise
     settings = [setting for setting in content.settings if setting.tp_size > 1]
     plots = []
     for phase, title in PHASE_TITLES.items():
         panels = [_time_panel(phase, setting, _timings(content, setting)) for setting in settings]
-        plots.append(ReportPlot(f"time-{phase}", title, caption, panels))
+        plots.append(ReportPlot(f"time-{phase}", title, read_yaml(CAPTIONS)["time"], panels))
     return filled(plots)
 
 
@@ -323,14 +309,10 @@ def task_plots(content: ReportContent) -> list[ReportPlot]:
             row: Row = {"name": model.name, "family": model.family, "description": description}
             tasks.setdefault(task.task, []).append(row | points.fields("x"))
             titles[task.task] = f"points of {metric_name(task.metric, task.filter)} from dense (logarithmic)"
-    caption = (
-        "Points from dense on the same questions; bars are 95 % intervals of paired differences. Left of 0 is worse."
-        " The dashed line is the margin."
-    )
     levels = [level(alt.X, 0), level(alt.X, -content.margin, dashed=True)]
     axes = {name: ACCURACY.axis(alt.X("x:Q")).title(title) for name, title in titles.items()}
     panels = [dots(name, rows, axes[name], levels) for name, rows in tasks.items()]
-    return filled([ReportPlot("tasks", "Differences task by task", caption, panels)])
+    return filled([ReportPlot("tasks", "Differences task by task", read_yaml(CAPTIONS)["tasks"], panels)])
 
 
 def recovery_plots(content: ReportContent) -> list[ReportPlot]:
@@ -358,11 +340,7 @@ def recovery_plots(content: ReportContent) -> list[ReportPlot]:
         intervals(chart, "y"),
         marks(chart.transform_filter("datum.is_end"), 60),
     ]
-    caption = (
-        f"Each line is one layout and way of adapting it: {measure.title} against the tokens that it read; 0 tokens is"
-        " the converted model as it is. A line goes through the models that its stages made. Bars are 95 % intervals of"
-        " the difference to dense."
-    )
+    caption = f"Each line is one layout and way of adapting it: {measure.title} {read_yaml(CAPTIONS)['recovery']}"
     panel = make_panel("", 240, rows, layers)
     return filled([ReportPlot("recovery", "Recovery against tokens", caption, [panel])], 2)
 
