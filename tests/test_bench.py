@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ladderize import memory
-from ladderize.demo.inputs import MODEL
+from ladderize.demo.command import MODEL
 from ladderize.errors import UserError
 from ladderize.runtime import launch as distributed
 from ladderize.runtime import model as runtime_model

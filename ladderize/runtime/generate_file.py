@@ -16,14 +16,12 @@ from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console, sentence
 from ladderize.data.files import file_sha256
-from ladderize.data.formats import EMPTY, Formats, check_row, read_conversation, tell_left_out
-from ladderize.data.rows import Row, file_rows
+from ladderize.data.rows import EMPTY, Formats, Row, check_row, file_rows, read_conversation, tell_left_out
 from ladderize.errors import UsageError, UserError
-from ladderize.files.documents import check_writable
-from ladderize.files.parsing import parse_json
+from ladderize.files.documents import check_writable, parse_json
+from ladderize.files.output import fsync
 from ladderize.files.records import Record
 from ladderize.files.regular import read_lines, resolved
-from ladderize.files.temporaries import fsync
 from ladderize.files.unfinished import Unfinished, work_folder
 from ladderize.modeling import load_tokenizer, tokenizer_hash
 from ladderize.ranks.environment import already_started, is_main_rank

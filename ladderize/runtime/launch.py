@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ladderize.boundary import DEBUG, handled, is_lost_rank, unplanned
 from ladderize.errors import LadderizeError, UsageError, UserError
-from ladderize.files.temporaries import temporary_folder
+from ladderize.files.output import temporary_folder
 from ladderize.ranks.device import set_threads, take_cores
 from ladderize.ranks.environment import ALONE, Place, launched, start_context, started_rank_variables
 from ladderize.ranks.group import INFERENCE_TIMEOUT, ignore, join_group

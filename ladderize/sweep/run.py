@@ -15,7 +15,7 @@ from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults
 from ladderize.eval.table import mean_accuracy
 from ladderize.files.documents import read_document, read_own, write_json
-from ladderize.files.temporaries import lock_folder
+from ladderize.files.output import lock_folder
 from ladderize.layout import BLOCKING
 from ladderize.ranks.environment import already_started
 from ladderize.runtime.bench.document import BenchDocument

@@ -20,7 +20,7 @@ from typing import Any
 from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
 from ladderize.families.registry import known_family
-from ladderize.files.temporaries import temporary_folder
+from ladderize.files.output import temporary_folder
 from ladderize.layout import CONFIG_KEYS
 from ladderize.ranks.device import default_device
 from ladderize.ranks.environment import GLOO_INTERFACE

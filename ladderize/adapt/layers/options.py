@@ -13,7 +13,6 @@ from ladderize.adapt.options import (
     COMPUTE_DTYPE,
     CONVERTED,
     SAMPLES,
-    TRAINING_SEED,
     TrainingDtype,
     Write,
     check_lr,
