@@ -21,8 +21,7 @@ from ladderize.ranks.environment import already_started
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.sweep.builder import SHARDS, trained_folder
 from ladderize.sweep.child import run_stage
-from ladderize.sweep.plan import Contest, Point, SweepPlan
-from ladderize.sweep.promotion import Entrant, promoted
+from ladderize.sweep.plan import Contest, Entrant, Point, SweepPlan, promoted
 from ladderize.sweep.stages import MARKER, STAGES, Stage, is_finished, make_folder, outputs_in
 from ladderize.sweep.sweep_file import SWEEP_JSON, SweepSpec, find_folder
 from ladderize.sweep_document import AS_CONVERTED, THEN, StageState, Status, SweepDocument, SweepPoint
