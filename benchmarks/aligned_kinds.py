@@ -24,8 +24,8 @@ from ladderize.blocks import Blocks, read_windows
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
+from ladderize.demo.command import MODEL, write_documents
 from ladderize.demo.corpus import GENRE_WEIGHTS
-from ladderize.demo.inputs import MODEL, write_documents
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 

@@ -104,7 +104,7 @@ def cells(arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> l
 
 def prepare(name: str, made: Mapping[str, Path | None], folder: Path) -> Bench:
     """Put a model's data into ``folder``, once. ``made``: where the models are that are not in the repository."""
-    from ladderize.demo.inputs import MODEL, write_documents
+    from ladderize.demo.command import MODEL, write_documents
 
     model = made.get(name, MODEL)
     if model is None:

@@ -55,12 +55,16 @@ def option(description: str | Option, default: Any = None, **more: Any) -> Any:
     """Return a dataclass field that is an option of a command.
 
     description: its help, or the description of a shared option.
-    default: a value, a function that makes one, or ``...``: it must be given.
+    default: a value, or ``...``: it must be given.
     more: further fields of ``Option``.
     """
     described = Option(description, **more) if isinstance(description, str) else replace(description, **more)
-    defaults = {} if default is ... else {"default_factory" if callable(default) else "default": default}
-    return dataclasses.field(**defaults, metadata={OPTION: described})
+    metadata = {OPTION: described}
+    return (
+        dataclasses.field(metadata=metadata)
+        if default is ...
+        else dataclasses.field(default=default, metadata=metadata)
+    )
 
 
 def argument(metavar: str, help: str, default: Any = ..., **more: Any) -> Any:
@@ -101,7 +105,7 @@ def options_from(kind: type[Options], values: Mapping[str, Any], where: str = ""
 def make_options(kind: type[Options], values: Mapping[str, Any]) -> Options:
     """Return the options with these values of fields. Raises UsageError for one that is missing."""
     for field in described(kind):
-        if field.default is MISSING and field.default_factory is MISSING and field.name not in values:
+        if field.default is MISSING and field.name not in values:
             described_as: Option = field.metadata[OPTION]
             if described_as.positional:
                 raise UsageError(f"Missing argument '{described_as.metavar}'")
@@ -183,8 +187,6 @@ def check_options(options: Any) -> None:
     hints = get_type_hints(type(options))
     for field in fields(options):
         value = getattr(options, field.name)
-        if value is None and type(None) not in get_args(hints[field.name]) and get_origin(hints[field.name]) is Literal:
-            raise UsageError(f"{flag(parameter_name(field))} is missing")
         if value is None:
             continue
         check_value(field, hints[field.name], value)
@@ -218,8 +220,9 @@ def check_value(field: dataclasses.Field, hint: Any, value: Any) -> None:
 
 
 def identity(options: Any) -> dict[str, Any]:
-    """Return the options that decide the result, by field."""
-    return {field.name: getattr(options, field.name) for field in described(options) if field.metadata[OPTION].decides}
+    """Return the options that decide the result, by field; those that only Python has do."""
+    idle = {field.name for field in described(options) if not field.metadata[OPTION].decides}
+    return {field.name: getattr(options, field.name) for field in fields(options) if field.name not in idle}
 
 
 def option_words(options: Any) -> list[str]:
@@ -229,9 +232,8 @@ def option_words(options: Any) -> list[str]:
     for field in described(options):
         description: Option = field.metadata[OPTION]
         name, value = flag(parameter_name(field)), getattr(options, field.name)
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
         items = list(map(str, value)) if isinstance(value, tuple) else [str(value)]
-        if value is None or (value == default and not description.positional):
+        if value is None or (value == field.default and not description.positional):
             continue
         if description.positional:
             arguments += items
@@ -272,4 +274,3 @@ REPLICATE_VOCAB = Option(
 )
 OVERWRITE = Option("Replace OUT if it is a checkpoint.", panel=OUTPUT, decides=False)
 NO_VERIFY = Option("Skip loading the output in plain transformers.", panel=OUTPUT, flags="--no-verify", decides=False)
-SEED_OF_ROUNDS = Option("Seed of prompts and of the order in each round.", panel=MEASUREMENT, min=0, max=MAX_SEED)

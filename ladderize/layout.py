@@ -33,7 +33,6 @@ class Mode:
     apart: each rank's next sub-module reads the rank's own partial.
     explained: in a model card, behind the mode's name.
     tag: of model cards.
-    colours: of such layers in reports, on a light and on a dark page.
     """
 
     layers: str
@@ -43,25 +42,17 @@ class Mode:
     apart: bool = False
     explained: str = ""
     tag: str | None = None
-    colours: tuple[str, str] = ("#4a5261", "#c2c9d4")
 
 
 MODES = {
     BLOCKING: Mode("dense"),
-    OVERLAPPED: Mode(
-        "ladder",
-        hides=True,
-        explained="\n(Ladder Residual, arXiv 2501.06589)",
-        tag="ladder-residual",
-        colours=("#1f63c9", "#78aefc"),
-    ),
+    OVERLAPPED: Mode("ladder", hides=True, explained="\n(Ladder Residual, arXiv 2501.06589)", tag="ladder-residual"),
     DELAYED: Mode(
         "delayed",
         hides=True,
         apart=True,
         explained=" (the same, but each rank reads its own\npart at once)",
         tag="delayed-tensor-parallelism",
-        colours=("#b02a5b", "#f08ab0"),
     ),
     DROPPED: Mode(
         "spd",
@@ -70,7 +61,6 @@ MODES = {
         apart=True,
         explained=" (Sync-Point Drop, arXiv 2502.20727)",
         tag="sync-point-drop",
-        colours=("#b4500c", "#f0a050"),
     ),
 }
 ATTENTION_MODES = tuple(MODES)

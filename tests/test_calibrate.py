@@ -77,7 +77,7 @@ def test_a_data_sheet_is_kept():
 def test_a_run_writes_what_others_read(monkeypatch, tmp_path, ranks):
     monkeypatch.setitem(calibrate.SIZES, "cpu", SMALL)
     out = tmp_path / "machine.json"
-    outcome = invoke_well("calibrate", "--tp-size", ranks, "--threads", 1, "--json", "--out", out)
+    outcome = invoke_well("calibrate", "--tp-size", ranks, "--json", "--out", out)
     assert json.loads(outcome.stdout) == json.loads(out.read_text())
     document = calibrate.CalibrationDocument.from_dict(json.loads(outcome.stdout), "stdout")
     assert read_device(str(out)) == document.device
@@ -95,7 +95,7 @@ def test_a_run_writes_what_others_read(monkeypatch, tmp_path, ranks):
 
 def test_arguments_memory_and_the_file_are_checked_before_anything_is_timed(monkeypatch, tmp_path):
     monkeypatch.setitem(calibrate.SIZES, "cpu", SMALL)
-    out = ("--threads", 1, "--out", tmp_path / "out.json")
+    out = ("--out", tmp_path / "out.json")
     alone = refusal("calibrate", "--backend", "gloo", *out, code=2)
     assert "--backend gloo has no effect with one rank" in alone
     assert "--hardware h900 is neither" in refusal("calibrate", "--hardware", "h900", *out)

@@ -7,8 +7,7 @@ import pytest
 from ladderize.data.windows import read_documents
 from ladderize.errors import UserError
 from ladderize.files import regular
-from ladderize.files.documents import check_writable, read_json, read_own
-from ladderize.files.parsing import parse_json, read_yaml
+from ladderize.files.documents import check_writable, parse_json, read_json, read_own, read_yaml
 from tests.helpers import invoke, one_sentence, save_llama
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -84,7 +83,6 @@ def test_nothing_that_is_read_is_replaced(tmp_path, way):
     "command",
     [
         "eval MODEL --perplexity FILE --out FILE",
-        "compare FILE FILE --out FILE",
         "sensitivity MODEL --data FILE --mode sweep --sync-tp-size 2 --overwrite --out FILE",
         "calibrate --hardware FILE --out FILE",
         "plan --shape FILE --hardware h100-sxm --tp-size 2 --out FILE",

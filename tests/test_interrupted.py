@@ -18,7 +18,10 @@ holder = importlib.import_module(module)
 *owners, name = name.split(".")
 for owner in owners:
     holder = getattr(holder, owner)
-setattr(holder, name, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
+call = getattr(holder, name)
+def kill(work):  # spd's sensitivity has unfinished work of its own, within that of OUT
+    call(work) if "sensitivity" in work.folder.name else os.kill(os.getpid(), signal.SIGKILL)
+setattr(holder, name, kill)
 sys.argv[:2] = ["ladderize"]
 from ladderize.cli import main
 main()

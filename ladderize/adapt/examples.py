@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from ladderize.chat_template import Conversation, Span, chat_template_of, render
-from ladderize.data.formats import EMPTY, check_row, read_conversation, read_ids
-from ladderize.data.rows import Row
+from ladderize.data.rows import EMPTY, Row, check_row, read_conversation, read_ids
 from ladderize.data.windows import check_vocabulary, need_tokenizer, text_ids
 from ladderize.errors import UserError
 

@@ -24,8 +24,7 @@ import torch
 from ladderize.adapt.examples import COLUMNS, Encoder
 from ladderize.console import SILENT, Console, sentence
 from ladderize.data.files import HUB, ID_SUFFIXES, data_files, hub_dataset, split_weight
-from ladderize.data.formats import FIRST_ROWS, TRAINING, tell_left_out
-from ladderize.data.rows import file_rows
+from ladderize.data.rows import FIRST_ROWS, TRAINING, file_rows, tell_left_out
 from ladderize.errors import UserError
 from ladderize.files.regular import split_name
 from ladderize.runtime.training.batch import ANSWERS, LIKELIEST

@@ -14,8 +14,8 @@ from ladderize.console import sentence
 from ladderize.errors import UserError
 from ladderize.families.base import Decoder, everywhere
 from ladderize.families.registry import known_family
+from ladderize.files.output import fsync
 from ladderize.files.regular import open_regular
-from ladderize.files.temporaries import fsync
 
 if TYPE_CHECKING:
     import torch

@@ -25,8 +25,8 @@ from ladderize.checkpoint.tensors import read_tensor, shorter, write_file
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.documents import read_json
+from ladderize.files.output import fsync
 from ladderize.files.regular import open_regular
-from ladderize.files.temporaries import fsync
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
     check_writable(options.out, inputs=[options.hardware])
     with console.stage(LOADING):
         start_server(max(options.tp_sizes))
-        runtime_device(options.device, options.backend, options.threads, max(options.tp_sizes))
+        runtime_device(options.device, options.backend, None, max(options.tp_sizes))
     document = ladderize.calibrate(options, console=console)
     console.document(document.to_dict())
     figures = _figures(document)

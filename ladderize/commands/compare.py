@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.choices import MEASUREMENT, OUTPUT, argument, check_options, option
+from ladderize.choices import MEASUREMENT, argument, check_options, option
 from ladderize.console import Console
 from ladderize.eval.options import MARGIN, check_margin
-from ladderize.files.documents import check_writable, write_json
 
 
 @dataclass(frozen=True)
@@ -15,7 +14,6 @@ class CompareOptions:
         "RESULTS...", "Files that eval wrote (results.json). The first model is the reference."
     )
     margin: float = option("Points that may be lost: 1 is 0.01 of acc.", MARGIN, panel=MEASUREMENT)
-    out: Path | None = option("Write the comparison as JSON.", panel=OUTPUT, metavar="FILE")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -30,14 +28,9 @@ def compare(options: CompareOptions, console: Console) -> None:
     from ladderize.eval.compare import compare as compare_files
     from ladderize.eval.table import show_comparison
 
-    if options.out is not None:
-        check_writable(options.out, inputs=options.files)
     comparisons = compare_files(options.files, options.margin)
     console.document(comparisons.to_dict())
     for number, document in enumerate(comparisons.comparisons):
         if number:
             console.result("")
         show_comparison(document, console)
-    if options.out is not None:
-        write_json(options.out, comparisons.to_dict())
-        console.note(f"wrote {options.out}")

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 
 from ladderize.adapt.layers.options import AssignOptions, assign_names, check_assign
 from ladderize.choices import (
-    DEVICE,
     LAYOUT,
     NO_VERIFY,
     OUTPUT,
     OVERWRITE,
-    DeviceName,
     argument,
     flag,
     option,
@@ -47,7 +45,6 @@ class ConvertOptions(Recipe):
         needs="data",
     )
     data: str | None = option("The text or ids to assign by.", panel=SHARING, metavar="FILE", needs="assign")
-    device: DeviceName | None = option(DEVICE, panel=SHARING, needs="assign")
     copy: bool = option("Copy unchanged weights instead of hard-linking them.", False, panel=WEIGHTS, decides=False)
     dry_run: bool = option("Show what would be done and write nothing.", False, panel=OUTPUT, decides=False)
     overwrite: bool = option(OVERWRITE, False)
@@ -115,7 +112,7 @@ def _converted(options: ConvertOptions, console: Console) -> "ConversionReport":
     if not options.assign:
         return converted()
     with console.stage(LOADING):
-        device = start_on(options.device, None)
+        device = start_on(None, None)
         from ladderize.adapt.layers.assign import apart_layers, assign_ranks, assignable
         from ladderize.convert.plan import Changes
 

@@ -21,7 +21,7 @@ from ladderize.choices import (
 )
 from ladderize.console import Console
 from ladderize.errors import UserError
-from ladderize.files.parsing import read_yaml
+from ladderize.files.documents import read_yaml
 
 # typer's error for a bad command line, whose module differs between versions
 BadCommandLine: Any = typer.BadParameter.__base__
@@ -77,7 +77,7 @@ def read_config(kind: type, path: Path) -> dict[str, Any]:
 def _parameter(field: Field, hint: Any) -> Parameter:
     """Return typer's parameter of an option or argument."""
     description: Option = field.metadata[OPTION]
-    is_required = field.default is MISSING and field.default_factory is MISSING
+    is_required = field.default is MISSING
     default = field.default
     if description.parse is not None:
         hint = str

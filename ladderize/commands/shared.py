@@ -104,9 +104,9 @@ def start_on(device: DeviceName | None, threads: int | None) -> DeviceName:
     return device
 
 
-def command_line(*words: object) -> str:
+def command_line(*arguments: object) -> str:
     """Return a command line of ``ladderize``, quoted for a shell."""
-    return shlex.join(["ladderize", *map(str, words)])
+    return shlex.join(["ladderize", *map(str, arguments)])
 
 
 # ---- models whose layers were rewritten ----

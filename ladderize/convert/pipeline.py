@@ -20,7 +20,7 @@ from ladderize.convert.recipe import Recipe
 from ladderize.convert.verify import verify as verify_output
 from ladderize.families.registry import family_of
 from ladderize.files import output
-from ladderize.files.parsing import MAX_YAML_BYTES, parse_yaml
+from ladderize.files.documents import MAX_YAML_BYTES, parse_yaml
 from ladderize.files.regular import read_bytes, resolved
 from ladderize.layout import CONFIG_KEYS, MODES, Layout, format_ranges, usual_ranks
 from ladderize.modeling import auto_map

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_type_hints
 
 from ladderize.choices import LAYOUT, check_options, option
 from ladderize.errors import UsageError, UserError
-from ladderize.files.parsing import read_yaml
+from ladderize.files.documents import read_yaml
 from ladderize.files.records import read_value
 from ladderize.layout import APART, MODES, Layout, LayoutError, format_ranges, parse_ranges
 

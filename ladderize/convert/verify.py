@@ -10,7 +10,7 @@ from typing import Any
 
 from ladderize.checkpoint.quantised import Quantisation
 from ladderize.errors import UserError
-from ladderize.files.temporaries import temporary_folder
+from ladderize.files.output import temporary_folder
 
 FORWARD_LIMIT = 1_000_000_000  # bytes of weights up to which a forward pass is computed too
 

@@ -1,5 +1,4 @@
-"""The options of ``ladderize eval``, with their defaults, and a check of tasks' names that needs no lm-eval (which
-takes many seconds). Imports no torch."""
+"""The options of ``ladderize eval``, and a check of tasks' names that needs no lm-eval. Imports no torch."""
 
 import importlib.util
 import os
@@ -33,8 +32,7 @@ HIDDEN = re.compile(r"^\W*include\b(?!: *[\w-]+(?:\.yaml)?\s*$)|^\W*(?:(?:task|g
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """The options of ``ladderize eval``; see its --help. Raises UsageError for impossible values, options that have no
-    effect, or where nothing is asked."""
+    """The options of ``ladderize eval``; see its --help."""
 
     models: tuple[str, ...] = argument(
         "MODEL...", "Checkpoints: folders or hub ids. The first is the reference.", decides=False
@@ -130,14 +128,9 @@ def check_margin(margin: float) -> None:
         raise UsageError(f"--margin must be above 0 and at most 100 points, not {margin:g}")
 
 
-# ---- names of tasks ----
-
-
 def check_task_names(options: EvalOptions) -> None:
-    """Raise UserError for a name that stands in no file of tasks, so that it certainly names none.
-
-    Only lm-eval knows whether another one does, and what a pattern matches.
-    """
+    """Raise UserError for a name that stands in no file of tasks, so that it certainly names none. Only lm-eval, which
+    takes many seconds, knows whether another one does, and what a pattern matches."""
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise UserError(f"--include-path {options.include_path} is not a folder")
     added = "" if options.include_path is None else _all_files(Path(options.include_path))

@@ -7,14 +7,12 @@ from pathlib import Path
 
 from ladderize.choices import (
     BACKEND,
-    DEVICE,
     LAYOUT,
     MEASUREMENT,
     MEMORY,
     MODELS,
     OUTPUT,
     SHAPE_NAMES,
-    THREADS,
     DeviceName,
     Dtype,
     SendingBackend,
@@ -137,8 +135,7 @@ class CalibrateOptions(Record):
     )  # fmt: skip
     backend: SendingBackend = option(BACKEND, "auto")
     dtype: Dtype = option(f"{DTYPES}bfloat16.", "auto", panel=MEMORY, metavar="DTYPE")
-    device: DeviceName | None = option(DEVICE)
-    threads: int | None = option(THREADS)
+    device: DeviceName | None = None  # a GPU where there is one
     hardware: str | None = option("A known device or a file: its data sheet is kept.", panel=MEMORY, metavar="DEVICE")
 
     def __post_init__(self) -> None:

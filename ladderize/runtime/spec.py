@@ -50,10 +50,8 @@ class ModelSpec:
         return most_positions(self.config)
 
     def weights_key(self, shape: Shape) -> tuple[object, ...]:
-        """Return a key that is equal for models that share the weights of a rank of this shape.
-
-        They have the same files (or random numbers), cut into the same pieces, and the same dtype.
-        """
+        """Return a key that is equal for models that share the weights of a rank of this shape. They have the same
+        files (or random numbers), cut into the same pieces, and the same dtype."""
         apart = tuple(virtual_ranks(self.layout, layer, shape.tp_size) for layer in range(shape.layers))
         files: list[tuple[int, int]] = []  # those that ``convert`` hard-links are the same
         if self.folder is not None:

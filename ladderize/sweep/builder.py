@@ -2,14 +2,14 @@
 
 import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ladderize.adapt.options import FULL, LORA, AdaptOptions
-from ladderize.choices import OPTION, identity
+from ladderize.choices import OPTION, described, identity
 from ladderize.commands.adapt import adapt
 from ladderize.commands.bench import bench
 from ladderize.commands.convert import convert
@@ -148,7 +148,7 @@ class StageBuilder:
     def _content(self, options: Any) -> dict[str, Any]:
         """Return what the options say that decides the output: of files and folders their content, of arguments
         nothing."""
-        arguments = {field.name for field in fields(options) if field.metadata[OPTION].positional}
+        arguments = {field.name for field in described(options) if field.metadata[OPTION].positional}
         content = {name: value for name, value in identity(options).items() if name not in arguments}
         for name in ("data", "eval_data"):
             if content.get(name):

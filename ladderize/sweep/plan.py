@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ladderize.choices import errors_begin_with
 from ladderize.layout import Layout
 from ladderize.ranks.device import default_device
+from ladderize.report.models import pareto_front
 from ladderize.runtime.bench.plan import plan_bench
 from ladderize.sweep.builder import StageBuilder
 from ladderize.sweep.stages import Stage
@@ -163,8 +164,11 @@ def _layouts(builder: StageBuilder, layouts: Sequence[Layout]) -> Iterator[Sweep
 def _suffix(entry: AdaptEntry, rivals: Sequence[AdaptEntry]) -> str:
     """Return the end of a name such as ``ladder 4:8+align``, with the options in which the stage differs from those of
     other ways of adapting: ``ladder 4:8+align(--samples 64)``."""
-    same = [rival for rival in rivals if rival.options.method == entry.options.method]
-    differing = [typed for typed in entry.typed if any(typed not in rival.typed for rival in same)]
+    common = set(entry.typed)
+    for rival in rivals:
+        if rival.options.method == entry.options.method:
+            common &= set(rival.typed)
+    differing = [typed for typed in entry.typed if typed not in common]
     return f"+{entry.options.method}" + f"({' '.join(differing)})" * bool(differing)
 
 
@@ -173,7 +177,7 @@ def _distinct(points: Sequence[Point]) -> list[Point]:
     stands for both. No name comes twice."""
     once: dict[object, Point] = {}
     for point in points:
-        key = point.planned.key, tuple(stage.key for stage in point.adapting)
+        key = point.planned.key, point.adapting
         if key not in once or (once[key].contests and not point.contests):
             once[key] = point
     counts: Counter[str] = Counter()
@@ -183,3 +187,42 @@ def _distinct(points: Sequence[Point]) -> list[Point]:
         count = counts[point.name]
         named.append(point if count == 1 else replace(point, name=f"{point.name} #{count}"))
     return named
+
+
+# ---- promotion ----
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A layout before the stage that only the best get.
+
+    accuracy, speed: more is better.
+    """
+
+    accuracy: float
+    speed: float
+
+
+def ranking(entrants: Sequence[Entrant]) -> list[Entrant]:
+    """Return the entrants, the best first.
+
+    Those on the Pareto front come first, then those on the front of the rest, and so on; on one front the more accurate
+    first.
+    """
+    left, ranked = list(entrants), []
+    while left:
+        flags = pareto_front([(entrant.speed, entrant.accuracy) for entrant in left])
+        front = [entrant for entrant, is_on in zip(left, flags, strict=True) if is_on]
+        ranked += sorted(front, key=lambda entrant: -entrant.accuracy)
+        left = [entrant for entrant, is_on in zip(left, flags, strict=True) if not is_on]
+    return ranked
+
+
+def promoted(entrants: Sequence[Entrant], dense: Entrant | None, count: int) -> list[bool]:
+    """Return True for each of the ``count`` best.
+
+    dense: is ranked but takes no place: a layout that is neither faster nor better than dense comes after the others.
+    """
+    ranked = ranking([*entrants, *([dense] if dense is not None else [])])
+    best = [id(entrant) for entrant in ranked if entrant is not dense][:count]
+    return [id(entrant) in best for entrant in entrants]

@@ -15,14 +15,13 @@ from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults
 from ladderize.eval.table import mean_accuracy
 from ladderize.files.documents import read_document, read_own, write_json
-from ladderize.files.temporaries import lock_folder
+from ladderize.files.output import lock_folder
 from ladderize.layout import BLOCKING
 from ladderize.ranks.environment import already_started
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.sweep.builder import SHARDS, trained_folder
 from ladderize.sweep.child import run_stage
-from ladderize.sweep.plan import Contest, Point, SweepPlan
-from ladderize.sweep.promotion import Entrant, promoted
+from ladderize.sweep.plan import Contest, Entrant, Point, SweepPlan, promoted
 from ladderize.sweep.stages import MARKER, STAGES, Stage, is_finished, make_folder, outputs_in
 from ladderize.sweep.sweep_file import SWEEP_JSON, SweepSpec, find_folder
 from ladderize.sweep_document import AS_CONVERTED, THEN, StageState, Status, SweepDocument, SweepPoint
@@ -120,9 +119,10 @@ class SweepRun:
 
     def next_stage(self) -> Stage | None:
         """Return the first stage that waits for no other; None: nothing is left that can be run."""
-        waiting = (stage for stage in self.stages() if self.status(stage) == "waiting")
-        ready = (stage for stage in waiting if all(self.status(needed) == "done" for needed in stage.needs))
-        return next(ready, None)
+        for stage in self.stages():
+            if self.status(stage) == "waiting" and all(self.status(needed) == "done" for needed in stage.needs):
+                return stage
+        return None
 
     def _run_stage(self, stage: Stage) -> None:
         begin = time.monotonic()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ladderize.console import Console, human_seconds
 from ladderize.errors import UserError
-from ladderize.sweep.stages import LOG, MARKER
+from ladderize.sweep.stages import LOG, MARKER, Stage
 from ladderize.sweep_document import SweepDocument
 
 if TYPE_CHECKING:
@@ -26,31 +26,37 @@ def plan_document(sweep: "SweepRun") -> dict[str, Any]:
         if seconds is not None:
             longest[stage.kind, stage.work] = max(seconds, longest.get((stage.kind, stage.work), 0))
     stages = [
-        {
-            "stage": stage.kind,
-            "title": stage.title,
-            "output": stage.output,
-            "command": stage.command,
-            "kept": states[stage.key].status == "done",
-            "processes": stage.steps[0].processes,
-            "needs": [needed.output for needed in stage.needs],
-            "expected_seconds": longest.get((stage.kind, stage.work)),
-        }
+        _stage_document(stage, states[stage.key].status == "done", longest.get((stage.kind, stage.work)))
         for stage in sweep.stages()
     ]
     return {"out": str(sweep.root), "stages": stages, "unplanned": sweep.unplanned()}
 
 
+def _stage_document(stage: Stage, is_kept: bool, seconds: float | None) -> dict[str, Any]:
+    return {
+        "stage": stage.kind,
+        "title": stage.title,
+        "output": stage.output,
+        "command": stage.command,
+        "kept": is_kept,
+        "processes": stage.steps[0].processes,
+        "needs": [needed.output for needed in stage.needs],
+        "expected_seconds": seconds,
+    }
+
+
 def show_stages(document: Mapping[str, Any], console: Console) -> None:
-    """Print a row for each stage.
+    """Print a row for each stage, with the columns that say something.
 
     document: of ``plan_document``.
     """
     rows = [_stage_row(stage) for stage in document["stages"]]
     later = {**dict.fromkeys(rows[0], ""), "status": "planned when what decides it is measured"}
     rows += [{**later, "stage": name} for name in document["unplanned"]]
-    filled = [key for key in rows[0] if any(row[key] for row in rows)]
-    console.table([{key: row[key] for key in filled} for row in rows])
+    for key in rows[0].keys() - {key for row in rows for key, text in row.items() if text}:
+        for row in rows:
+            del row[key]
+    console.table(rows)
     to_run = [stage for stage in document["stages"] if not stage["kept"]]
     times = [stage["expected_seconds"] for stage in to_run if stage["expected_seconds"] is not None]
     whose = "the others" if len(times) == len(to_run) else f"{len(times)} of the others"
@@ -79,8 +85,8 @@ def plan_script(document: Mapping[str, Any]) -> str:
     folder = shlex.quote(document["out"])
     lines = [f"mkdir -p {folder} && cd {folder} || exit 1"]
     for stage in document["stages"]:
-        output, needs = stage["output"], ", ".join(str(numbers[needed]) for needed in stage["needs"])
-        when = f"after {needs}" if needs else "at any time"
+        output, needs = stage["output"], sorted(numbers[needed] for needed in stage["needs"])
+        when = f"after {', '.join(map(str, needs))}" if needs else "at any time"
         alone = "; alone on its machine" if stage["stage"] == "bench" else ""
         lines.append(f"\n# {numbers[output]}. {stage['title']}: {'kept' if stage['kept'] else when}{alone}")
         if not stage["kept"]:
@@ -105,10 +111,9 @@ def check_stages(document: SweepDocument, root: Path) -> None:
 
 def show_models(root: Path, console: Console) -> None:
     """Print the first four columns of the report's table of all models of a sweep, and its answer."""
-    from ladderize.report.answer import find_answer
     from ladderize.report.documents import find_documents
     from ladderize.report.join import join_documents
-    from ladderize.report.tables import models_table
+    from ladderize.report.page import find_answer, models_table
 
     content = join_documents(find_documents([root]))
     answer = find_answer(content)

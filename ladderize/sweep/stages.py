@@ -36,16 +36,16 @@ class Step:
     run: Callable[[Any, Console], None]
     options: Any
     processes: int = 1
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def typed(self) -> str:
         """The command as a user types it."""
-        words = [self.name, *option_words(self.options)]
+        command = [self.name, *option_words(self.options)]
         if self.processes == 1:
-            return command_line(*words)
+            return command_line(*command)
         torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(self.processes), "-m", "ladderize"]
-        return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *torchrun, *words])
+        return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *torchrun, *command])
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ladderize.convert.recipe import Recipe
 from ladderize.data.files import HUB
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.options import MARGIN, EvalOptions, check_margin
-from ladderize.files.parsing import read_yaml
+from ladderize.files.documents import read_yaml
 from ladderize.files.records import read_value
 from ladderize.files.regular import names_a_file, resolved
 from ladderize.layout import Layout, check_split

@@ -74,7 +74,7 @@ COMMANDS = {
     "bench of 2 ranks": Command(
         lambda place, out: ["bench", place / "dense", place / "spd", *GROUP, *QUICK, "--out", out], ".json", timed=True
     ),
-    "calibrate": Command(lambda place, out: ["calibrate", "--threads", 1, "--out", out], ".json", timed=True),
+    "calibrate": Command(lambda place, out: ["calibrate", "--out", out], ".json", timed=True),
     "compare": Command(lambda place, out: ["compare", place / "eval.json", "--out", out], ".json"),
     "sweep": Command(lambda place, out: ["sweep", place / "sweep.yaml", "--out", out], timed=True),
 }

@@ -22,9 +22,9 @@ from ladderize.console import SILENT, Console
 from ladderize.convert.assignment import RankAssignment
 from ladderize.errors import UserError
 from ladderize.eval.results import Perplexity, perplexity_from_nlls
-from ladderize.files.parsing import parse_json
+from ladderize.files.documents import parse_json
+from ladderize.files.output import fsync
 from ladderize.files.records import OwnRecord, Record
-from ladderize.files.temporaries import fsync
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 

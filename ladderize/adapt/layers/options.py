@@ -13,7 +13,6 @@ from ladderize.adapt.options import (
     COMPUTE_DTYPE,
     CONVERTED,
     SAMPLES,
-    TRAINING_SEED,
     TrainingDtype,
     Write,
     check_lr,
@@ -24,7 +23,6 @@ from ladderize.choices import (
     MEASUREMENT,
     MEMORY,
     METHOD,
-    OPTIMISATION,
     OUTPUT,
     DeviceName,
     Dtype,
@@ -209,13 +207,7 @@ class SensitivityOptions:
         False,
         panel=MEASUREMENT,
     )
-    align_samples: int | None = option(
-        "Windows to align on.",
-        panel=MEASUREMENT,
-        min=1,
-        shown="16,384 tokens, or four for each input of an MLP",
-        needs="align",
-    )
+    align_samples: int | None = None  # windows; None: 16,384 tokens, or four for each input of an MLP
     dtype: Dtype = option(choices.DTYPE, "auto")
     device: DeviceName | None = option(choices.DEVICE)
 
@@ -247,7 +239,7 @@ class SpdOptions:
         "Windows to hold out for early stopping and for the table.", panel=DATA, min=1, shown="a tenth, up to 64"
     )
     seq_len: int | None = option(choices.SEQ_LEN)
-    seed: int = option(TRAINING_SEED, 0, panel=DATA)
+    seed: int = 0  # of which data are used, and their order
     repair: Literal["align", "blocks"] = option(
         "align: solve the projections from the first dropped block on by least squares. blocks: distil each dropped"
         " block, as in the paper.",
@@ -263,7 +255,7 @@ class SpdOptions:
         parse=assign_names,
         shown="heads,neurons",
     )
-    lr: float | None = option("Peak learning rate.", panel=OPTIMISATION, shown="5e-5 * 4096 / hidden size")
+    lr: float | None = None  # peak learning rate of blocks; None: 5e-5 * 4096 / hidden size
     epochs: int = 10
     dtype: TrainingDtype = option(COMPUTE_DTYPE, "auto", panel=MEMORY)
     device: DeviceName | None = option(choices.DEVICE)
@@ -277,7 +269,7 @@ class SpdOptions:
         if not 0 < self.spd_fraction <= 1:
             raise UsageError(f"--spd-fraction must be above 0 and at most 1, not {self.spd_fraction:g}")
         if self.lr is not None and self.repair == ALIGN:
-            raise UsageError("--lr has no effect with --repair align, which trains nothing")
+            raise UsageError("lr has no effect with repair align, which trains nothing")
 
     @property
     def blockwise(self) -> BlockwiseOptions:

@@ -15,7 +15,7 @@ from ladderize.adapt.training_data import ROWS_AT_ONCE, drawn_numbers, open_rows
 from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console
-from ladderize.data.formats import tell_left_out
+from ladderize.data.rows import tell_left_out
 from ladderize.data.windows import default_seq_len, draw_windows, needs_tokenizer
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer

@@ -17,8 +17,8 @@ from ladderize.checkpoint.tensors import write_tensors
 from ladderize.console import sentence, to_json
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
+from ladderize.files.output import fsync, fsync_tree
 from ladderize.files.records import Record
-from ladderize.files.temporaries import fsync, fsync_tree
 from ladderize.files.unfinished import Unfinished
 
 TRAINING_COMMAND = "adapt --method full or lora"

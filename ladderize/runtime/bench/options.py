@@ -13,7 +13,6 @@ from ladderize.choices import (
     MODELS,
     OUTPUT,
     REPLICATE_VOCAB,
-    SEED_OF_ROUNDS,
     SHAPE_NAMES,
     THREADS,
     TP_SIZE,
@@ -133,7 +132,7 @@ class BenchOptions(Record):
     output_len: int = option(OUTPUT_LEN, 33)
     warmup: int = option("Rounds that are not counted.", 2, panel=MEASUREMENT, min=1)
     repeat: int = option("Rounds that are counted. Medians are reported.", 7, panel=MEASUREMENT, min=1)
-    seed: int = option(SEED_OF_ROUNDS, 0)
+    seed: int = 0  # of prompts, and of the order in each round
     check: bool = option(
         "Skip comparing checkpoints with transformers in float32 before timing; with --train, gradients with those of"
         " the sequential schedule.",
@@ -195,30 +194,24 @@ class BenchOptions(Record):
 
     @property
     def ranks_option(self) -> str:
-        """The option that gave the number of ranks."""
         return "--tp-size" if self.emulate_tp is None else "--emulate-tp"
 
     @property
     def timed_schedules(self) -> list[Schedule]:
-        """The schedules to time, in the order in which they were given."""
         return [Schedule("domino") if name == "domino" else SEQUENTIAL for name in self.schedules]
 
     @property
     def passes(self) -> dict[str, int]:
-        """The phases that are timed, and the number of passes of each in the total.
-
-        The first token after a prompt belongs to the prefill.
-        """
+        """The phases that are timed, and the number of passes of each in the total. The first token after a prompt
+        belongs to the prefill."""
         return {"forward": 1, "backward": 1} if self.train else {"prefill": 1, "decode": self.output_len - 1}
 
     @property
     def columns(self) -> int:
-        """The number of tokens of a whole text."""
         return self.prompt_len + (0 if self.train else self.output_len)
 
 
 def layout_names(text: str | None) -> list[str]:
-    """Return the names in ``--layout``; all layouts where it was not given."""
     names = list(LAYOUT_NAMES) if text is None else list(split_names(text))
     if not names or len(set(names)) < len(names):
         raise UsageError(f"--layout {text!r} names no layout, or one twice")
