@@ -3,8 +3,8 @@
 import json
 from types import SimpleNamespace
 
-from ladderize.adapt.data.examples import Encoder
-from ladderize.adapt.data.training_data import open_data, pack
+from ladderize.adapt.examples import Encoder
+from ladderize.adapt.training_data import open_data, pack
 from ladderize.console import SILENT
 from ladderize.data.rows import tell_left_out
 from tests.helpers import ROOT

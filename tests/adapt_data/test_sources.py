@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 import pytest
 
-from ladderize.adapt.data.training_data import open_rows
+from ladderize.adapt.training_data import open_rows
 from ladderize.data import files
 from ladderize.data.files import check_sources, hub_dataset, source_identity, split_weight
 from ladderize.data.rows import file_rows

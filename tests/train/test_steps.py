@@ -13,12 +13,12 @@ from accelerate.utils import LoggerType
 from torch.nn.functional import cross_entropy
 
 import ladderize
-from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.options import AdaptOptions
 from ladderize.adapt.train.loop import row_order
 from ladderize.adapt.train.pace import Pace
 from ladderize.adapt.train.states import read_metrics
 from ladderize.adapt.train.training_model import BETAS, EPSILON
+from ladderize.adapt.training_data import open_data
 from ladderize.checkpoint.opening import open_checkpoint
 from tests.helpers import CLIPPED, SHAPE, all_tensors, changed_tensors, invoke, invoke_well, record_bars
 from tests.train.commands import LENGTH, adapt, losses_of, perplexity_of, stopped_before_the_end, succeed

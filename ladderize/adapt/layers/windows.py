@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.data.examples import EncodedRow, Encoder
-from ladderize.adapt.data.training_data import ROWS_AT_ONCE, drawn_numbers, open_rows, usual_heldout
+from ladderize.adapt.examples import EncodedRow, Encoder
 from ladderize.adapt.layers.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, LEAST_WINDOWS_HELDOUT, WindowOptions
+from ladderize.adapt.training_data import ROWS_AT_ONCE, drawn_numbers, open_rows, usual_heldout
 from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console

@@ -23,10 +23,10 @@ import torch
 from accelerate import DistributedType
 from torch import Tensor
 
-from ladderize.adapt.data.training_data import IGNORED_TARGET, collate
 from ladderize.adapt.train.pace import Pace
 from ladderize.adapt.train.states import Progress, Scores, TrainingFolder
 from ladderize.adapt.train.training_model import TrainingModel
+from ladderize.adapt.training_data import IGNORED_TARGET, collate
 from ladderize.boundary import handled
 from ladderize.console import Console
 from ladderize.errors import UserError

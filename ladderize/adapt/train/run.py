@@ -11,7 +11,6 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import get_available_trackers
 
-from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.layers.options import AlignOptions, start_tokens
 from ladderize.adapt.layers.rewrite import adapt_layers
 from ladderize.adapt.lora import ADAPTATION
@@ -23,6 +22,7 @@ from ladderize.adapt.train.task import Launch, Task, open_task, sharding_asked
 from ladderize.adapt.train.teacher_cache import with_answers
 from ladderize.adapt.train.tensor_parallel import build_tensor_parallel
 from ladderize.adapt.train.training_model import HFTraining, TrainingModel, make_student, make_teacher, open_model
+from ladderize.adapt.training_data import open_data
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console, human_count

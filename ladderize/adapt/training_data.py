@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ladderize.adapt.data.examples import COLUMNS, Encoder
+from ladderize.adapt.examples import COLUMNS, Encoder
 from ladderize.console import SILENT, Console, sentence
 from ladderize.data.files import HUB, ID_SUFFIXES, data_files, hub_dataset, split_weight
 from ladderize.data.rows import FIRST_ROWS, TRAINING, file_rows, tell_left_out
