@@ -58,9 +58,6 @@ def run_and_show(measure: Callable[..., BenchDocument], plan: Any, console: Cons
     return document
 
 
-# ---- the tables ----
-
-
 EXPLANATIONS = {
     "of no-comm": "the share that the fastest step of this model without communication has of the step.",
     "speed-up": "over the first row of its batch size; its 95 % interval says how far the rounds disagree.",
