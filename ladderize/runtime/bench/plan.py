@@ -53,7 +53,8 @@ def plan_bench(options: BenchOptions) -> BenchPlan:
     if "parallel" in options.baselines:
         check_dense("parallel", specs[0])
     rows, width = max(options.batch_sizes), max(spec.torch_dtype.itemsize for spec in specs)
-    hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
+    hidden = max(int(spec.config["hidden_size"]) for spec in specs)
+    vocab = max(int(spec.config["vocab_size"]) for spec in specs)
     stream = hidden * rows * options.prompt_len
     if options.train:  # in float32 where it is checked; the losses exchange some numbers for each token
         longest = max(4 * stream, STATISTICS_BYTES * rows * options.prompt_len)

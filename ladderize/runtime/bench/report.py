@@ -131,7 +131,9 @@ def show_bench(document: BenchDocument, console: Console) -> None:
     for phase in ("step", "forward", "backward") if document.options.train else ("prefill", "decode"):
         console.result(f"\n{PHASE_TITLES[phase]}{' (emulated)' if document.link is not None else ''}")
         table = [_entries(document, row, labels[row.model], phase) for row in document.rows]
-        empty = {title for title in table[0] if not any(entries[title] for entries in table)}
+        empty = set(table[0])
+        for entries in table:
+            empty -= {title for title, text in entries.items() if text}
         for name in document.failed:
             table.append(dict.fromkeys(table[0], "") | {"model": Path(name).name, "ms": "failed"})
         for title in empty:
