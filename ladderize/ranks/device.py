@@ -61,10 +61,8 @@ def set_threads(threads: int | None, ranks: int) -> None:
 
 def take_cores(rank: int, ranks: int, threads: int | None) -> int | None:
     """Keep this process on its share of the machine's cores, unless that is less than ``threads``; return its threads.
-
     A rank that waits for a message over gloo sleeps. If it wakes up on a core of another rank, the two take turns for a
-    tick of the clock (4 ms), though another core is idle.
-    """
+    tick of the clock (4 ms), though another core is idle."""
     all_cores = sorted(cores())
     share = len(all_cores) // ranks
     if share < (threads or 1) or not hasattr(os, "sched_setaffinity"):

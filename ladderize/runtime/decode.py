@@ -219,9 +219,7 @@ class Generator:
 
 def capture(run: Callable[[], Any], device: torch.device, *, pool: Any = None, warm_ups: int = 2) -> tuple[Any, Any]:
     """Return a CUDA graph of ``run``, which starts many kernels at once, and its output, which each replay fills anew.
-
-    pool: memory that graphs share; each one's output is then read before the next is replayed.
-    """
+    ``pool``: memory that graphs share; each one's output is then read before the next is replayed."""
     side = torch.cuda.Stream(device)  # for the warm-up, as capturing asks for
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -285,10 +283,8 @@ class FixedPass:
 
 
 def prompt_step(rope: Tensor, tokens: int, padding: Tensor | None) -> Step:
-    """Return the step of prompts that fill ``tokens`` columns.
-
-    padding: [batch] columns of it on the left; None: there is none.
-    """
+    """Return the step of prompts that fill ``tokens`` columns. ``padding``: [batch] columns of it on the left; None:
+    there is none."""
     columns = torch.arange(tokens, device=rope.device)
     if padding is None:
         return Step(_rope_factors(rope, columns[None]), 0, 0, causal=True)
@@ -315,9 +311,7 @@ def generate_tokens(
     first_row: int = 0,
 ) -> Iterator[list[list[int]]]:
     """Yield the new tokens of each row, a few steps at a time. A row that has ended yields nothing after its EOS.
-
-    first_row: the number of the first row for ``sampling``, where the rows are some of many.
-    """
+    ``first_row``: the number of the first row for ``sampling``, where the rows are some of many."""
     draws = sampling.draws(len(prompts), max_new_tokens, first_row).to(generator.device)
     # a host that waits for every token keeps a GPU idle; a CPU has nothing to gain
     chunk = 8 if generator.device.type == "cuda" else 1

@@ -71,9 +71,6 @@ def _streams(options: GenerateOptions, console: Console) -> bool:
     return len(options.prompt) == 1 and console.speaks and not console.as_json
 
 
-# ---- prompts ----
-
-
 def open_spec(options: GenerateOptions) -> ModelSpec:
     """Return the model after all checks that need neither weights nor ranks."""
     device = options.device or default_device()
@@ -126,9 +123,6 @@ def check_prompt(ids: list[int], spec: ModelSpec, options: GenerateOptions) -> N
 
 def end_ids(spec: ModelSpec, options: GenerateOptions) -> tuple[int, ...]:
     return () if options.ignore_eos else eos_ids(spec)
-
-
-# ---- answers ----
 
 
 def answer(

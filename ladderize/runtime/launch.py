@@ -93,9 +93,7 @@ def _work_as_rank(
     meeting: str | None = None,
 ) -> Any:
     """Call ``function`` as one rank of a group. One that this process has joined before is used, and stays.
-
-    meeting: torch's init_method; None: that of a launcher, which has also given this process its cores.
-    """
+    ``meeting``: torch's init_method; None: that of a launcher, which has also given this process its cores."""
     if meeting is not None and device == "cpu":
         threads = take_cores(launch.local_rank, launch.local_size, threads)
     set_threads(threads, launch.local_size)

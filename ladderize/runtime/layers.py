@@ -12,11 +12,9 @@ from torch import Tensor
 
 
 class Linear:
-    """The product y = x W^T + b with an inference-only weight [out, in]; ``pack``: in oneDNN's blocked layout (CPU).
-
-    A packed bfloat16 product of one token reads memory about 1.5 times as fast as F.linear, which reorders as it goes;
-    a packed float32 one gains a fifth on prompts (benchmarks/decode_cpu.py measures both).
-    """
+    """The product y = x W^T + b with an inference-only weight [out, in]; ``pack``: in oneDNN's blocked layout (CPU). A
+    packed bfloat16 product of one token reads memory about 1.5 times as fast as F.linear, which reorders as it goes; a
+    packed float32 one gains a fifth on prompts (benchmarks/decode_cpu.py measures both)."""
 
     __slots__ = ("bias", "packed", "weight")
 
@@ -33,9 +31,7 @@ class Linear:
 
 class JoinedLinears(list[Linear]):
     """The linear layers of several virtual ranks, whose weights lie side by side: one kernel computes all products.
-
-    weight, bias: of all, [ranks, out, in] and [ranks, out].
-    """
+    ``weight``, ``bias``: of all, [ranks, out, in] and [ranks, out]."""
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         super().__init__(linears)

@@ -31,9 +31,7 @@ class CheckpointSource:
 
 class RandomSource:
     """Weights of a shape without a checkpoint: normal with the standard deviation that keeps activations of order one.
-
-    Each tensor's numbers depend on its name only, so that layouts compared in one run have the same weights.
-    """
+    Each tensor's numbers depend on its name only, so that layouts compared in one run have the same weights."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
         self.shapes, self.dtype, self.device = shapes, dtype, device
@@ -54,10 +52,8 @@ class RandomSource:
 def load_weights(
     read_slice: Read, shape: Shape, layout: Layout, *, pack: bool, advance: Callable[[int], None] = lambda count: None
 ) -> Weights:
-    """Return one rank's weights for ``layout``.
-
-    pack: store weights as inference multiplies them fastest; see Linear and JoinedLinears.
-    """
+    """Return one rank's weights for ``layout``. ``pack``: store weights as inference multiplies them fastest; see
+    Linear and JoinedLinears."""
 
     def read(name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
         return read_slice(Slice(name, dim, start, stop))

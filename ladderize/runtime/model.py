@@ -133,10 +133,8 @@ class TPLlama:
         return [within.all_reduce(partial) for partial in partials]
 
     def send_apart(self, residual: Stream, partials: list[Tensor]) -> PendingSum:
-        """Send the sum of a delayed sub-module, of whose bias the stream knows already.
-
-        partials: of this process's virtual ranks, which read them meanwhile: the message is new memory.
-        """
+        """Send the sum of a delayed sub-module, of whose bias the stream knows already. ``partials``: of this process's
+        virtual ranks, which read them meanwhile: the message is new memory."""
         total = partials[0].clone() if len(partials) == 1 else sum_of(partials)
         size = self.group_size
         collectives = self.collectives if size == 1 else self.collectives.split(size).across

@@ -36,10 +36,8 @@ class Schedule:
         return min(self.chunks, rows if rows > 1 else tokens)
 
     def check(self, rows: int, tokens: int, *, rows_name: str, tokens_name: str) -> None:
-        """Raise UserError unless a batch of ``rows`` x ``tokens`` can be cut so.
-
-        rows_name, tokens_name: the options that give these numbers, for the message.
-        """
+        """Raise UserError unless a batch of ``rows`` x ``tokens`` can be cut so. ``rows_name``, ``tokens_name``: the
+        options that give these numbers, for the message."""
         if self.is_domino and self.parts(rows, tokens) < self.chunks:
             size = f"{rows} rows ({rows_name})" if rows > 1 else f"one row of {tokens} tokens ({tokens_name})"
             raise UserError(f"domino cuts a batch into {self.chunks} parts, and there is less to cut: {size}")

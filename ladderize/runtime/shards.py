@@ -121,10 +121,8 @@ def check_activation(config: Mapping[str, Any]) -> None:
 def check_runnable(
     config: Mapping[str, Any], layout: Layout, tp_size: int, *, name: str = "--tp-size", in_groups: bool = False
 ) -> None:
-    """Raise LayoutError unless ``tp_size`` processes can run this model with this layout.
-
-    in_groups: several processes may be one virtual rank.
-    """
+    """Raise LayoutError unless ``tp_size`` processes can run this model with this layout. ``in_groups``: several
+    processes may be one virtual rank."""
     check_split(config, tp_size, name=name)
     virtual = layout.sync_tp_size
     if virtual is None or virtual % tp_size == 0 or (in_groups and tp_size % virtual == 0):
@@ -179,9 +177,7 @@ def cached_heads(shape: Shape, layout: Layout) -> int:
 
 def weight_bytes(shape: Shape, width: int, *, packed: bool, projections: int | None = None) -> int:
     """Return the bytes of one rank's weights, each of ``width`` bytes, or of ``projections`` bytes in a projection.
-
-    packed: the LM head is a copy even of a tied embedding.
-    """
+    ``packed``: the LM head is a copy even of a tied embedding."""
     attention = (2 * shape.own_heads + 2 * shape.own_kv_heads) * shape.head_dim * shape.hidden
     layer = attention + 3 * shape.own_inner * shape.hidden
     tables = 1 if shape.tied and not packed else 2
@@ -194,7 +190,6 @@ def cache_bytes(shape: Shape, layout: Layout, batch: int, columns: int, width: i
     return 2 * shape.layers * batch * cached_heads(shape, layout) * columns * shape.head_dim * width
 
 
-# ---- sizes without weights ----
 SHAPES = Path(__file__).parent / "shapes.json"
 
 

@@ -159,10 +159,8 @@ def open_generator(
     caches: Sequence[KVCache] = (),
     advance: Callable[[int], None] = lambda count: None,
 ) -> Generator:
-    """Return one rank of a checked model with a KV cache for ``batch`` rows of ``columns`` tokens.
-
-    caches: one that fits is used again.
-    """
+    """Return one rank of a checked model with a KV cache for ``batch`` rows of ``columns`` tokens. ``caches``: one that
+    fits is used again."""
     avoid_cudnn_attention()
     dtype, device = spec.torch_dtype, group.device
     shape, loaded = weights.get(spec, collectives.ranks, group.rank, advance)

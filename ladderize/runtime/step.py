@@ -76,9 +76,6 @@ def with_additive_masks(step: Step, dtype: torch.dtype) -> Step:
     return replace(step, mask=None if step.mask is None else additive(step.mask, dtype), near=near)
 
 
-# ---- the parts that a schedule cuts a pass into: by rows, or one row along its tokens ----
-
-
 def split_parts(ids: Tensor, step: Step, cache: KVCache, schedule: Schedule) -> list[Part]:
     """Cut a pass over ids [batch, tokens] as ``schedule`` says: as evenly as it goes, larger parts first. One row is
     cut along its tokens: a later part sees the keys and values of the earlier ones."""

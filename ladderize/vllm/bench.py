@@ -58,9 +58,7 @@ NETWORK = "/proc/self/ns/net"  # a link, whose target names the network namespac
 @dataclass(frozen=True)
 class Served:
     """A row: a folder that vLLM opens, and the model in it. Weights are random where the model has no folder.
-
-    architecture: vLLM's model class, its own or the plugin's.
-    """
+    ``architecture``: vLLM's model class, its own or the plugin's."""
 
     name: str
     spec: ModelSpec
@@ -100,9 +98,6 @@ def bench_vllm(options: BenchOptions, *, console: Console = SILENT) -> BenchDocu
             return run_and_show(measure_vllm, plan, console)
         finally:  # also where a launcher started the ranks: vLLM's, by the names that ``name_segments`` gives
             remove_segments(os.getpid())
-
-
-# ---- rows ----
 
 
 def served_models(specs: list[ModelSpec], options: BenchOptions, work: Path, *, emulated: bool = False) -> list[Served]:
@@ -195,9 +190,7 @@ def measure_engines(ranks: Ranks, plan: VllmPlan, console: Console) -> BenchDocu
 
 def start_engine(served: Served, options: BenchOptions, ranks: Ranks, sharing: int) -> Any:
     """Start vLLM for one row. All ranks call it. Raises UserError if vLLM takes another class for the model.
-
-    sharing: the number of engines in this process, which share a GPU's memory.
-    """
+    ``sharing``: the number of engines in this process, which share a GPU's memory."""
     from vllm import LLM
 
     spec, length, batch = served.spec, options.columns, max(options.batch_sizes)

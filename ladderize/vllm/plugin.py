@@ -4,11 +4,9 @@ from typing import Any
 
 
 def register_plugin() -> None:
-    """Register converted models with vLLM and transformers. vLLM then needs no ``--trust-remote-code`` for them.
-
-    It may be called several times, and touches no GPU: the model class is named, not imported. In a version of vLLM
-    that cannot run them, only ladderized checkpoints are refused.
-    """
+    """Register converted models with vLLM and transformers. vLLM then needs no ``--trust-remote-code`` for them. It may
+    be called several times, and touches no GPU: the model class is named, not imported. In a version of vLLM that
+    cannot run them, only ladderized checkpoints are refused."""
     from transformers import AutoConfig
 
     from ladderize.families.supported import SUPPORTED

@@ -117,9 +117,6 @@ def open_models(
     return variants
 
 
-# ---- the timed models ----
-
-
 class ParallelLlama(TPLlama):
     """A Llama with GPT-J's and PaLM's block: attention and MLP read the same input, and one blocking all-reduce sums
     both. For timing only: with a Llama's weights its output means nothing."""

@@ -58,9 +58,6 @@ def run_and_show(measure: Callable[..., BenchDocument], plan: Any, console: Cons
     return document
 
 
-# ---- the tables ----
-
-
 EXPLANATIONS = {
     "of no-comm": "the share that the fastest step of this model without communication has of the step.",
     "speed-up": "over the first row of its batch size; its 95 % interval says how far the rounds disagree.",
@@ -134,8 +131,9 @@ def show_bench(document: BenchDocument, console: Console) -> None:
     for phase in ("step", "forward", "backward") if document.options.train else ("prefill", "decode"):
         console.result(f"\n{PHASE_TITLES[phase]}{' (emulated)' if document.link is not None else ''}")
         table = [_entries(document, row, labels[row.model], phase) for row in document.rows]
-        filled = {title for entries in table for title, text in entries.items() if text}
-        empty = table[0].keys() - filled
+        empty = set(table[0])
+        for entries in table:
+            empty -= {title for title, text in entries.items() if text}
         for name in document.failed:
             table.append(dict.fromkeys(table[0], "") | {"model": Path(name).name, "ms": "failed"})
         for title in empty:

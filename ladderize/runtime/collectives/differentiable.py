@@ -51,10 +51,8 @@ def whole(stream: Stream) -> Tensor:
 
 
 class PendingSum:
-    """The sum over the ranks of a partial product [batch, tokens, hidden], added to ``residual`` with ``bias``.
-
-    The message belongs to this object, and with gradients to the nodes of the graph; nothing else holds it.
-    """
+    """The sum over the ranks of a partial product [batch, tokens, hidden], added to ``residual`` with ``bias``. The
+    message belongs to this object, and with gradients to the nodes of the graph; nothing else holds it."""
 
     __slots__ = ("bias", "handle", "link", "residual", "sent")
 

@@ -84,8 +84,6 @@ def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-# ---- compiling ----
-
 SOURCE = Path(__file__).with_name("kernels.cpp")
 COMPILERS = ("g++", "clang++")
 # No -ffast-math: NaN and infinities must not get lost. -fopenmp takes the library that PyTorch has loaded.

@@ -70,10 +70,8 @@ class TrainedSublayer(nn.Module):
 
 
 class TrainedWeights(nn.Module):
-    """The trained and the frozen weights of one rank; see ``build_weights``.
-
-    pad_id: the token that only fills rows. Its row of the embedding has no gradient, as in transformers.
-    """
+    """The trained and the frozen weights of one rank; see ``build_weights``. ``pad_id``: the token that only fills
+    rows. Its row of the embedding has no gradient, as in transformers."""
 
     norm: Tensor
     embed: Tensor
