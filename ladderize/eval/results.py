@@ -153,7 +153,7 @@ class EvaluatedModel(Record):
 
 @dataclass(frozen=True)
 class HarnessResult(Record):
-    """What is read of lm-eval's result, by task."""
+    """The fields of lm-eval's result that are read, by task."""
 
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class ModelResult(Record):
 
     @property
     def reported(self) -> HarnessResult:
-        """What is read of lm-eval's result. Raises UserError where it is malformed."""
+        """The result of lm-eval as a record. Raises UserError where it is malformed."""
         return HarnessResult.from_dict(self.harness, self.model.model)
 
     def with_task(self, result: Mapping[str, Any], samples: Mapping[str, str]) -> "ModelResult":

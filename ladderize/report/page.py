@@ -5,6 +5,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -248,7 +249,7 @@ def _nearest(others: list[ReportModel]) -> ReportModel | None:
     """Return the layout nearest to dense by the divergence, else the perplexity, else the tasks, of those that are
     shown to be faster, where there are any."""
     converted = [model for model in others if model.family != "dense"]
-    faster = [model for model in converted if any(timing.is_faster for timing in model.timings.values())]
+    faster = [model for model in converted if any(map(attrgetter("is_faster"), model.timings.values()))]
     for name, sign in (("divergence", 1), ("perplexity_growth", 1), ("difference", -1)):
         measured = [model for model in faster or converted if getattr(model, name) is not None]
         if measured:
