@@ -45,10 +45,8 @@ class EvalOptions:
     )
     include_path: str | None = option(
         "A folder with your own lm-eval tasks; Python that they name is run.",
-        panel=MEASUREMENT,
-        metavar="DIR",
-        needs="tasks",
-    )
+        panel=MEASUREMENT, metavar="DIR", needs="tasks",
+    )  # fmt: skip
     limit: int | None = option("Samples per task, for a quick look.", panel=MEASUREMENT, min=1, needs="tasks")
     num_fewshot: int | None = option(
         "Few-shot examples.", panel=MEASUREMENT, min=0, shown="the task's own number", needs="tasks"
@@ -70,37 +68,25 @@ class EvalOptions:
     )
     reference: Path | None = option(
         "Compare predictions with those that --keep-predictions kept.",
-        panel=MEASUREMENT,
-        metavar="DIR",
-        shown="the first model's",
-        needs="perplexity",
-        decides=False,
-    )
+        panel=MEASUREMENT, metavar="DIR", shown="the first model's", needs="perplexity", decides=False,
+    )  # fmt: skip
     tp_size: int = option(TP_SIZE, 1)  # of vLLM
     batch_size: int = option("Sequences per forward pass.", 8, panel=MEMORY, min=1)  # vllm: computed side by side
     max_length: int | None = option(
         "With --engine vllm: tokens of the longest text that it keeps room for. Of longer ones the end is read.",
-        panel=MEMORY,
-        min=2,
-        shown="the model's positions",
-    )
+        panel=MEMORY, min=2, shown="the model's positions",
+    )  # fmt: skip
     dtype: Dtype = option(DTYPE, "auto")
     device: str | None = option("Where to compute, such as cpu or cuda:0.", panel=MEMORY, shown="cuda if there is one")
     out: Path | None = option("Write results as JSON, after every task.", panel=OUTPUT, metavar="FILE", decides=False)
     keep_predictions: Path | None = option(
         "Keep the first model's predictions on --perplexity, for --reference of later runs.",
-        panel=OUTPUT,
-        metavar="DIR",
-        needs="perplexity",
-        decides=False,
-    )
+        panel=OUTPUT, metavar="DIR", needs="perplexity", decides=False,
+    )  # fmt: skip
     resume: bool = option(
         "Keep the tasks that --out has from a run with these options. Whether the models are the same is not checked.",
-        False,
-        panel=OUTPUT,
-        needs="out",
-        decides=False,
-    )
+        False, panel=OUTPUT, needs="out", decides=False,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_options(self)
