@@ -14,7 +14,7 @@ from ladderize.commands.convert import ConvertOptions
 from ladderize.convert.recipe import Recipe
 from ladderize.data.files import HUB
 from ladderize.errors import UsageError, UserError
-from ladderize.eval.options import MARGIN, EvalOptions, check_margin
+from ladderize.eval.options import MARGIN, EvalOptions, check_margin, check_task_names
 from ladderize.files.documents import read_yaml
 from ladderize.files.records import read_value
 from ladderize.files.regular import names_a_file, resolved
@@ -144,6 +144,8 @@ def sweep_spec(document: object, where: str) -> SweepSpec:
     if "eval" in content:
         at = f"{where}: eval"
         evaluation = _options(EvalOptions, "eval", mapping(content["eval"], at), at, models=["MODEL"])
+        with errors_begin_with(at):
+            check_task_names(evaluation)
     layouts = tuple(_layouts(_entries(content, "layouts", where), data))
     if not layouts:
         raise UserError(f"{where}: layouts is missing; write for example '- ladder: all'")
