@@ -57,9 +57,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
-# ---- seeds: inputs are fresh in every run, and can be had again ----
-
-
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(SEED, str(random.SystemRandom().randrange(1 << 31)))  # xdist's workers inherit it
     config.addinivalue_line("markers", "own_process: the verifying child is started as users have it, not forked")
@@ -88,9 +85,6 @@ def seed(request: pytest.FixtureRequest) -> None:
     """Each test draws from a seed of its own, made of LADDERIZE_TEST_SEED, which the report of a failure shows."""
     request.node.add_report_section("setup", "seed", f"{SEED}={os.environ[SEED]}")
     set_seeds(request.node.nodeid)
-
-
-# ---- processes ----
 
 
 @pytest.fixture(autouse=True)

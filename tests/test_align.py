@@ -121,9 +121,6 @@ def divergence(dense, model, ids):
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-# ---- the solution ----
-
-
 @pytest.mark.parametrize(
     ("name", "model_type"), [*((name, "llama") for name in CONVERTED), *(("every mode", name) for name in FAMILIES)]
 )
@@ -171,9 +168,6 @@ def test_an_assigned_model_is_aligned_alike(tmp_path, extra):
     with torch.no_grad():
         assert torch.allclose(models[0](ids).logits, models[1](ids).logits, rtol=1e-3, atol=1e-3)
     assert apart(other.weights, one.weights) > 0.3
-
-
-# ---- what is chosen, and what is kept ----
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
@@ -256,9 +250,6 @@ def test_the_divergence_is_of_the_models_own_norms_and_heads(tmp_path):
     _, found = heldout_measures(contenders, ids, ALONE)
     dense, model = (loaded(folder, opened[str(folder)].layout, all_tensors(folder)) for folder in models)
     assert found[str(models[1])] == pytest.approx(divergence(dense, model, ids[:, :-1]), rel=1e-4)
-
-
-# ---- dtypes ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -55,9 +55,6 @@ def aligned(pair, out, *options, **more):
     return invoke_well(*command(pair, out, *options, **more))
 
 
-# ---- what is written and said ----
-
-
 def test_a_checkpoint_is_written_with_its_document(pair, tmp_path):
     """It loads in plain transformers (which --no-verify would skip); its perplexity is the one that was measured."""
     shown = aligned(pair, tmp_path / "out", "--json", verified=True)
@@ -161,9 +158,6 @@ def test_progress_counts_the_layers_in_front_and_what_is_held_out(pair, tmp_path
     assert any("held-out windows" in bar.description for bar in bars)
 
 
-# ---- killed, and several processes ----
-
-
 @pytest.mark.parametrize("method", ["align", "blocks"])
 def test_a_killed_run_ends_with_the_same_weights(place, tmp_path, monkeypatch, method):
     """Killed when the first layer was saved."""
@@ -215,9 +209,6 @@ def test_two_processes_solve_the_same_weights(pair, tmp_path):
     one, two = (document["heldout_divergence"] for document in documents)
     assert two == pytest.approx(one, rel=1e-3 if len(alike) == len(entries[0]) else 0.1)
     assert listing(tmp_path) == sorted([*PLACE, "one", "two"])
-
-
-# ---- what is refused ----
 
 
 @pytest.mark.parametrize(

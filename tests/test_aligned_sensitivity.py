@@ -157,9 +157,6 @@ def test_a_killed_run_goes_on(model, ids, tmp_path, monkeypatch, align):
     assert listing(tmp_path) == ["s.json", "whole.json"]
 
 
-# ---- layouts that plan measures ----
-
-
 @pytest.fixture(scope="module")
 def points(model, ids, tmp_path_factory):
     out = tmp_path_factory.mktemp("points") / "p.json"

@@ -12,9 +12,6 @@ from tests.helpers import ROOT
 PACKAGE = ROOT / "ladderize"
 
 
-# ---- the names ----
-
-
 def test_every_public_name_is_there_and_known_to_type_checkers():
     """All come from the stub that type checkers read."""
     assert {"convert_checkpoint", "Recipe", "__version__"} <= set(ladderize.__all__) == set(dir(ladderize))
@@ -23,9 +20,6 @@ def test_every_public_name_is_there_and_known_to_type_checkers():
     assert (PACKAGE / "py.typed").is_file()
     with pytest.raises(AttributeError, match="convert_chekpoint"):
         ladderize.convert_chekpoint  # noqa: B018
-
-
-# ---- options check themselves ----
 
 
 @pytest.mark.parametrize(
@@ -57,8 +51,6 @@ def test_a_gpu_that_is_not_there(made_llama, tmp_path, monkeypatch):
         with pytest.raises(ladderize.UserError, match=r"--device cuda(:1)?, but torch sees no GPUs here"):
             call()
 
-
-# ---- tokenizers and models in plain transformers ----
 
 WAYS = {
     "load": "import ladderize\ntokenizer = ladderize.load_tokenizer(OUT)\nmodel = ladderize.load(OUT)",

@@ -52,9 +52,6 @@ def apart_layout(layers, ranks):
     return Layout.from_layers(layers, spd=range(layers), sync_tp_size=ranks)
 
 
-# ---- neurons ----
-
-
 @pytest.mark.parametrize(("neurons", "ranks"), [(12, 2), (12, 3), (40, 4), (64, 8), (6, 6), (5, 1)])
 def test_neurons_go_where_scipy_puts_them(neurons, ranks):
     """The sum of costs is the least; there may be several such assignments."""
@@ -68,9 +65,6 @@ def test_neurons_go_where_scipy_puts_them(neurons, ranks):
         repeated = costs.repeat(neurons // ranks, axis=1)
         rows, columns = linear_sum_assignment(repeated)
         assert costs[range(neurons), found].sum() == pytest.approx(repeated[rows, columns].sum(), rel=1e-9, abs=1e-300)
-
-
-# ---- one block ----
 
 
 def block_of(blocks, layer, ranks, units, tokens=24, windows=3):
@@ -173,9 +167,6 @@ def test_nothing_is_worse_than_as_the_model_lies(tmp_path):
             assert neurons or (ranks == block.neuron_ranks).all()
 
 
-# ---- a model ----
-
-
 def random_windows():
     """Enough that something is gained on the held-out ones, too."""
     return Windows(random_ids(96, 16), random_ids(48, 16))
@@ -206,9 +197,6 @@ def test_an_assigned_model(tmp_path, name):
     torch.testing.assert_close(logits["back"], logits["dense"], rtol=1e-4, atol=2e-4)
     assert torch.equal(logits["again"], logits["out"])
     assert not torch.allclose(logits["out"], logits["plain"], rtol=1e-3, atol=1e-3)
-
-
-# ---- the command ----
 
 
 @pytest.fixture
@@ -293,9 +281,6 @@ def test_sources_that_are_refused(llama, tmp_path, data):
     invoke_well("convert", tmp_path / "spd", tmp_path / "out", *words, "--no-verify")
     invoke_well("convert", llama, tmp_path / "other", *SPD, *words, "--no-verify")
     assert (tmp_path / "out" / "assignment.json").read_bytes() == (tmp_path / "other" / "assignment.json").read_bytes()
-
-
-# ---- ranks of neighbouring layers ----
 
 
 @torch.no_grad()

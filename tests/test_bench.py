@@ -59,9 +59,6 @@ def timed(*arguments, text=""):
     return document
 
 
-# ---- whole runs ----
-
-
 class Early(Emulated):
     """A backend that claims to be asynchronous and blocks at the start."""
 
@@ -158,9 +155,6 @@ def test_a_domino_prefill_is_checked_and_counted(checked_model):
         assert plain["communication"]["prefill"]["all_reduces"] == 6
         assert own["communication"]["prefill"]["bytes"] == plain["communication"]["prefill"]["bytes"]
         assert own["communication"]["decode"]["all_reduces"] == 6
-
-
-# ---- the checks: what they have to see ----
 
 
 def ignored_padding(monkeypatch):
@@ -261,9 +255,6 @@ def test_the_tolerance_is_of_this_very_model(tmp_path):
         assert "the logits are, in their root mean square," in failure
 
 
-# ---- one model of several is wrong ----
-
-
 def test_the_models_that_pass_are_timed(checked_model, tmp_path, monkeypatch):
     """Without the baselines of the first model, which does not pass."""
     models = [shutil.copytree(checked_model, tmp_path / name) for name in "ab"]
@@ -279,9 +270,6 @@ def test_the_models_that_pass_are_timed(checked_model, tmp_path, monkeypatch):
     assert [row["model"] for row in document["rows"]] == [str(tmp_path / "b")]
     assert document["rows"][0]["speedup"]["decode"] == 1
     assert len(re.findall(r"^a +failed", outcome.stdout, re.MULTILINE)) == 2
-
-
-# ---- what fails late ----
 
 
 def test_results_are_written_before_traces_are_made(tmp_path, shape, monkeypatch):
@@ -339,9 +327,6 @@ def test_the_parallel_baseline_leaves_sums_to_the_norm_as_its_rivals_do():
     assert all(isinstance(x, Unadded) for _, x in waits[1:])  # the first is the embedding's
 
 
-# ---- --engine vllm, as far as it goes without vLLM ----
-
-
 def test_a_checkpoint_is_linked_to_for_vllm_and_not_copied(llama, tmp_path):
     (tmp_path / "work").mkdir()
     model = spec.checkpoint_spec(str(llama), tp_size=1)
@@ -356,8 +341,6 @@ def test_a_checkpoint_is_linked_to_for_vllm_and_not_copied(llama, tmp_path):
     assert row.architecture == "LadderizedLlamaForCausalLM"
     assert json.loads((llama / "config.json").read_text())["model_type"] == "llama"
 
-
-# ---- what is refused ----
 
 RANDOM = "--random-weights 8b"
 

@@ -24,9 +24,6 @@ QUICK += ["--repeat", 2, "--warmup", 1, "--threads", 1, "--dtype", "float32"]
 EMULATED = ["--emulate-tp", 2, "--link", "50,1"]
 
 
-# ---- whole runs ----
-
-
 def test_two_real_ranks(shape, tmp_path):
     out = tmp_path / "bench.json"
     layouts = ["--layout", "dense,spd+ladder", "--batch-size", "2,1"]
@@ -75,9 +72,6 @@ def test_a_checkpoint_emulated_with_traces(tmp_path):
     events = json.loads((tmp_path / "t" / "1-m_by_the_schedule_domino-batch2-rank0.json").read_text())["traceEvents"]
     spans = {event["name"]: event for event in events if event.get("cat") == "user_annotation"}
     assert spans["forward"]["ts"] + spans["forward"]["dur"] <= spans["backward"]["ts"]
-
-
-# ---- what must not be timed ----
 
 
 def test_a_gradient_that_misses_a_part(shape, tmp_path, monkeypatch):
@@ -154,9 +148,6 @@ def test_no_overlap_in_the_trace_is_an_error(shape, tmp_path, monkeypatch):
     passes = ["dense (backward)"]
     passes += [f"{variant} ({name})" for variant in variants for name in ("forward", "backward")]
     assert f"nothing overlapped in the trace of {' and '.join(passes)}," in outcome.stderr.splitlines()[-1]
-
-
-# ---- memory ----
 
 
 def test_memory_is_weights_and_gradients(shape):

@@ -47,9 +47,6 @@ def compare_files(*written: Written) -> ladderize.ComparisonDocument:
     return document
 
 
-# ---- what is compared ----
-
-
 def test_differences_flips_and_pools_are_those_of_the_answers(pair):
     document = compare_files(*pair)
     for task in document.tasks:
@@ -167,9 +164,6 @@ def test_what_was_not_measured_alike_is_left_out_by_name(pair):
         compare_files(dense, other)
 
 
-# ---- what is refused ----
-
-
 REFUSALS: dict[str, tuple[Any, str]] = {
     "limit": (lambda o: o.samples.update(alpha=o.samples["alpha"][:250]), "targets or prompts of 50 of 300 differ"),
     "prompt": (lambda o: o.samples["alpha"][7].update(prompt_hash="z"), "targets or prompts of 1 of 300 differ"),
@@ -219,9 +213,6 @@ def test_broken_files_are_one_sentence(pair, what):
     dense, other = (written.write() for written in pair)
     change(other)
     assert message in one_sentence(invoke("compare", dense, other))
-
-
-# ---- the command ----
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,6 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name):
     assert passed == list(range(max(layers) + 1))
 
 
-# ---- the command ----
-
-
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
     monkeypatch.setattr("ladderize.adapt.layers.distill.TOKENS_PER_STEP", 64)

@@ -100,9 +100,6 @@ def parse(arguments: list[str]) -> None:
     command.make_context(name, rest, parent=context)
 
 
-# ---- the command line ----
-
-
 @each_page
 def test_commands_are_parsed(page: Path) -> None:
     wrong = []
@@ -143,9 +140,6 @@ def test_options_in_prose_exist(page: Path) -> None:
     assert not wrong
 
 
-# ---- sweep files ----
-
-
 @each_page
 def test_sweep_files_are_read(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A YAML block that describes a sweep is one: its keys, options and layouts are checked."""
@@ -156,9 +150,6 @@ def test_sweep_files_are_read(page: Path, tmp_path: Path, monkeypatch: pytest.Mo
         if block.language == "yaml" and re.search(r"^layouts:", block.text, re.MULTILINE):
             document = parse_yaml(block.text)
             assert sweep_spec(document, f"{page.name}:{block.line}").layouts
-
-
-# ---- commands of others ----
 
 
 def of_accelerate(arguments: list[str]) -> None:
@@ -181,9 +172,6 @@ def test_commands_of_launchers_are_parsed(page: Path) -> None:
                     PARSERS[words[0]](words[1:])
                 except SystemExit as error:
                     pytest.fail(f"{page.name}:{block.line}: {shlex.join(words)}: exit code {error.code}")
-
-
-# ---- the pages themselves ----
 
 
 @each_page
@@ -222,9 +210,6 @@ def test_the_index_names_every_page() -> None:
     assert missing in ([], ["README.md"])
 
 
-# ---- messages ----
-
-
 @functools.cache
 def texts_of_the_program() -> list[str]:
     """Every string of the package's source, with a gap where an f-string puts a value in."""
@@ -252,8 +237,6 @@ def test_messages_of_troubleshooting_are_the_programs_own() -> None:
     assert not [message for message in messages if message not in others and not occurs(message)]
     assert not occurs("this ... was never said")
 
-
-# ---- what runs ----
 
 # the story's commands with less work, so that the test is quick
 LESS = {"--max-tokens": "2k", "--samples": "16", "--epochs": "1", "--max-new-tokens": "4", "--heldout": "4"}

@@ -96,9 +96,6 @@ def test_defaults_are_those_of_transformers(family):
     assert kv_head_count(stated) == kv_head_count(known)
 
 
-# ---- conversion, and what reads a converted checkpoint ----
-
-
 @pytest.mark.parametrize("model_type", ["llama", *FAMILIES])
 def test_to_a_layout_and_back(model_type, tmp_path):
     """Verified by a stranger without ladderize; dense again it is the source, byte for byte."""

@@ -65,9 +65,6 @@ def test_more_than_is_read(tmp_path, monkeypatch):
         list(regular.read_lines(tmp_path / "a", 5))
 
 
-# ---- outputs ----
-
-
 @pytest.mark.parametrize("way", ["as it is", "through a link", "with an array's name", "in a folder"])
 def test_nothing_that_is_read_is_replaced(tmp_path, way):
     path = tmp_path / "ids.npz"

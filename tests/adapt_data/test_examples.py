@@ -60,8 +60,6 @@ def test_offsets_without_spaces(template):
     assert scored_text(fresh, one(fresh, {"messages": turns})) == [" hi  </s>", "y</s>"]
 
 
-# ---- what a conversation may look like ----
-
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
 CALLED = [TURNS[1], CALL, {"role": "tool", "content": "7"}, {"role": "assistant", "content": "it is 7"}]
 SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}

@@ -107,9 +107,6 @@ def test_cut_off_and_dropped_examples_are_counted(tmp_path, chat):
     assert (counts["examples"], counts["truncated_examples"], counts["dropped_examples"]) == (2, 2, 1)
 
 
-# ---- streams ----
-
-
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """Rows, as if they were on the hub."""
@@ -152,9 +149,6 @@ def test_a_stream(hub, tokenizer, monkeypatch):
     assert list(itertools.islice(opened("hub:o/n:train", tokenizer, heldout=10, seed=5).train, 5)) != epoch[:5]
 
 
-# ---- what is left out ----
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 def test_rows_that_are_left_out(tmp_path, hub, chat, capfd, streamed):
     """Of empty text, as a third of wikitext's, and up to a twentieth that cannot be used: counted in one line."""
@@ -173,9 +167,6 @@ def test_rows_that_are_left_out(tmp_path, hub, chat, capfd, streamed):
     if not streamed:
         assert opened_data.counts["examples"] == 32
         assert opened_data.counts["dropped_examples"] == 0
-
-
-# ---- what is wrong ----
 
 
 def test_data_that_cannot_be_used(tmp_path, hub):
