@@ -30,10 +30,7 @@ NEURONS = SHAPE["intermediate_size"]
 
 
 def random_order(kv_heads: int, heads: int = HEADS) -> tuple[int, ...]:
-    """Groups in a random order and heads in a random order within them; neither is the old one where there is another.
-
-    Where each rank has one group, the order within it changes nothing.
-    """
+    """Groups and the heads within them, neither as before where there is another order."""
 
     def other(count: int) -> list[int]:
         order = torch.randperm(count).tolist()
@@ -48,7 +45,6 @@ def mark_of(folder: Path) -> str:
 
 
 def assignment_for(source: Path, layers=(0, 2), *, kv_heads: int = KV_HEADS, ranks: int = 4) -> RankAssignment:
-    """Of heads and neurons, both new."""
     heads, neurons = {}, {}
     for layer in layers:
         heads[layer], neurons[layer] = random_order(kv_heads), random_ranks(ranks)

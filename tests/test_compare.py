@@ -13,9 +13,7 @@ import ladderize
 from ladderize import UserError
 from ladderize.eval.results import Predictions
 from tests.evaluations import Written
-from tests.helpers import ROOT, change_json, invoke, invoke_well, one_sentence
-
-DEMO = ROOT / "ladderize" / "demo"
+from tests.helpers import change_json, invoke, invoke_well, one_sentence
 
 
 def coins(count: int, right: float) -> list[float]:
@@ -23,7 +21,6 @@ def coins(count: int, right: float) -> list[float]:
 
 
 def changed(values: list[float], worse: float, better: float) -> list[float]:
-    """0/1 answers of another model."""
     turned = np.random.random(len(values))
     return [
         float(value if (turn >= worse if value else turn >= better) else 1 - value)
@@ -33,7 +30,6 @@ def changed(values: list[float], worse: float, better: float) -> list[float]:
 
 @pytest.fixture
 def pair(tmp_path):
-    """A dense model and another, of two tasks."""
     dense, other = Written(tmp_path, "dense"), Written(tmp_path, "other")
     for task, count in (("alpha", 300), ("beta", 120)):
         answers = coins(count, 0.7)
@@ -227,9 +223,6 @@ def test_the_words_claim_what_the_interval_shows(tmp_path, right, lost, words):
     """Equal models with few and many samples, and a bad one; of twice ``right`` answers."""
     answers = [[0.0] * missed + [1.0] * (right - missed) + [0.0] * right for missed in (0, lost)]
     files = [Written(tmp_path, f"m{n}").task("t", {"acc": given}).write() for n, given in enumerate(answers)]
-    shown = invoke_well("compare", *files).stdout
-    assert words in shown
-    assert "m1 against m0 (95% intervals)" in shown
-    assert "\u22641 worse" in shown  # not "1 worse": what is shown is that it is no more
+    assert words in invoke_well("compare", *files).stdout
     printed = json.loads(invoke("compare", *files, "--json").stdout)
     assert len(printed["comparisons"]) == 1

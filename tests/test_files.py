@@ -16,11 +16,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [
-        (DEEP, "nested too deeply"),
-        ("[NaN]", "holds NaN, which is not a number"),
-        (b"\xff", "not UTF-8 text .byte 0."),
-    ],
+    [(DEEP, "nested too deeply"), ("[NaN]", "holds NaN, which is not a number"), (b"\xff", "not UTF-8 text .byte 0.")],
 )
 def test_json_that_nobody_can_read(content, message):
     with pytest.raises(ValueError, match=message):
@@ -28,11 +24,7 @@ def test_json_that_nobody_can_read(content, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: " + DEEP, "nested too deeply"),
-        ("a: 1\na: 2", "the key 'a' stands twice"),
-    ],
+    ("text", "message"), [("a: " + DEEP, "nested too deeply"), ("a: 1\na: 2", "the key 'a' stands twice")]
 )
 def test_yaml_that_nobody_can_read(tmp_path, text, message):
     (tmp_path / "a.yaml").write_text(text)

@@ -20,7 +20,6 @@ def texts(count, start=0):
 
 
 def slowly(tokenizer, rows, seq_len=64):
-    """The examples of rows one by one, sorted."""
     found = [example for row in rows for example in encode(tokenizer, row, seq_len=seq_len)]
     return examples_of(packed(*zip(*found, strict=True), 10_000))
 
@@ -109,7 +108,6 @@ def test_cut_off_and_dropped_examples_are_counted(tmp_path, chat):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Rows, as if they were on the hub."""
 
     def put(rows):
         path, load = write_jsonl(tmp_path / "hub.jsonl", rows), datasets.load_dataset
