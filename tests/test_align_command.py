@@ -27,7 +27,6 @@ from tests.helpers import (
     invoke,
     invoke_well,
     listing,
-    one_sentence,
     record_bars,
     refusal,
     save_llama,
@@ -44,10 +43,6 @@ def command(pair, out, *options, verified=False):
     write = [] if "--write" in options else ["--write", "last"]
     same = ["--distill-from", dense, "--data", dense.parent / "ids.npy", "--device", "cpu"]
     return ["adapt", model, out, "--method", "align", *same, *verify, *sizes, *write, *options]
-
-
-def align(pair, out, *options):
-    return invoke(*command(pair, out, *options))
 
 
 def aligned(pair, out, *options, **more):
@@ -103,7 +98,7 @@ def test_write_best_writes_nothing_that_got_worse(pair, tmp_path):
     found = {name: Perplexity(x, None, 1.0, 8, 1, 8) for name, x in fell.items()}
     measures = found, {"before": 0.25, "after": 0.5}
     with mock.patch.object(rewrite, "heldout_measures", return_value=measures):
-        message = one_sentence(align(pair, tmp_path / "out", "--write", "best"))
+        message = refusal(*command(pair, tmp_path / "out", "--write", "best"))
     assert "alignment never lowered the held-out KL (before 0.25, after 0.5), so nothing" in message
     assert listing(tmp_path) == sorted([*PLACE, WORK])
     assert "layer-00001.safetensors" in listing(tmp_path / WORK)

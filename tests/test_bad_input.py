@@ -125,9 +125,8 @@ def test_every_command_refuses_a_damaged_model(llama, tmp_path, command, name):
     assert listing(tmp_path) == ["ids.npy", "src"]
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_source(llama, tmp_path, name):
-    damage, message = DAMAGE[name]
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_source(llama, tmp_path, damage, message):
     damage(llama)
     assert re.search(message, refused(llama, tmp_path / "out"))
     assert listing(tmp_path) == ["src"]

@@ -175,9 +175,8 @@ REFUSALS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSALS)
-def test_models_that_were_not_asked_the_same_are_refused(pair, what):
-    change, message = REFUSALS[what]
+@pytest.mark.parametrize(("change", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_models_that_were_not_asked_the_same_are_refused(pair, change, message):
     dense, other = pair
     change(other)
     with pytest.raises(UserError, match=f"(?=.*other).*{message}"):
@@ -203,9 +202,8 @@ BROKEN: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_broken_files_are_one_sentence(pair, what):
-    change, message = BROKEN[what]
+@pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
+def test_broken_files_are_one_sentence(pair, change, message):
     dense, other = (written.write() for written in pair)
     change(other)
     assert message in one_sentence(invoke("compare", dense, other))

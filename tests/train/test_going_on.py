@@ -23,6 +23,7 @@ from tests.train.commands import (
     arguments,
     check_same_run,
     losses_of,
+    refused,
     same_weights,
     stopped_before_the_end,
     succeed,
@@ -105,7 +106,7 @@ def test_sigterm_ends_it_after_the_step_under_way(place, tmp_path, monkeypatch, 
     np.save(tmp_path / "other.npy", np.load(place / "eval.npy")[:1])
     files = ("--eval-data", tmp_path / "other.npy")
     for name, change in {"weight_decay (0.0, now 0.5)": ("--weight-decay", 0.5), "eval_data": files}.items():
-        said = one_sentence(adapt(place, tmp_path / "out", *change))
+        said = refused(place, tmp_path / "out", *change)
         assert f"another {name}; give the old value again" in said
     assert adapt(place, tmp_path / "out", *more).code == 0
     check_bit_for_bit(tmp_path, "loss", "heldout_perplexity")

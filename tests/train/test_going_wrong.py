@@ -12,7 +12,7 @@ from ladderize.adapt.train.loop import Loop
 from ladderize.adapt.train.states import Scores
 from ladderize.adapt.train.training_model import HFTraining
 from tests.helpers import listing, one_sentence, refusal
-from tests.train.commands import adapt, arguments, losses_of, succeed
+from tests.train.commands import adapt, arguments, losses_of, refused, succeed
 
 
 @pytest.fixture
@@ -29,10 +29,10 @@ def nan_in_step_3(tmp_path, monkeypatch):
 
 def test_nan_names_the_step_and_loses_nothing(place, tmp_path, nan_in_step_3):
     succeed(place, tmp_path / "whole", "--eval-every", 1)
-    message = one_sentence(adapt(place, tmp_path / "out", "--eval-every", 2))
+    message = refused(place, tmp_path / "out", "--eval-every", 2)
     state = tmp_path / "out.ladderize-work" / "step-00000002" / "state.json"
     saved = state.stat()
-    assert message == one_sentence(adapt(place, tmp_path / "out", "--eval-every", 2))
+    assert message == refused(place, tmp_path / "out", "--eval-every", 2)
     assert os.path.samestat(state.stat(), saved)  # not written anew, of which a kill could leave half
     nan_in_step_3.undo()
     assert "the loss of step 3 is nan; step 3 was not applied; resume from step 2, saved in" in message
@@ -42,7 +42,7 @@ def test_nan_names_the_step_and_loses_nothing(place, tmp_path, nan_in_step_3):
 
 def test_a_state_that_is_damaged(place, tmp_path, nan_in_step_3):
     """Cut off, of something else, JSON without end: the state and what to do are named."""
-    assert "is nan" in one_sentence(adapt(place, tmp_path / "out", "--eval-every", 2))
+    assert "is nan" in refused(place, tmp_path / "out", "--eval-every", 2)
     nan_in_step_3.undo()
     state = tmp_path / "out.ladderize-work" / "step-00000002"
     damage = {
@@ -53,7 +53,7 @@ def test_a_state_that_is_damaged(place, tmp_path, nan_in_step_3):
     whole = (state / "state.json").read_text()
     for message, harm in damage.items():
         harm()
-        said = one_sentence(adapt(place, tmp_path / "out", "--eval-every", 2))
+        said = refused(place, tmp_path / "out", "--eval-every", 2)
         assert re.search(f"{state} is damaged .*{message}", said), said
         (state / "state.json").write_text(whole)
 
@@ -64,7 +64,7 @@ def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):
         return original(self, batch) * (4 if taken in (15, *range(17, 30)) else 1)
 
     monkeypatch.setattr(HFTraining, "losses", losses)
-    message = one_sentence(adapt(place, tmp_path / "out", steps=30))
+    message = refused(place, tmp_path / "out", steps=30)
     assert re.search("the loss exploded: .*step 20 was not applied", message)  # not step 16, after which it fell again
 
 
@@ -90,16 +90,21 @@ def test_the_launcher_is_believed_or_refused(place, tmp_path, monkeypatch):
     """What Accelerate makes of its variables; nothing of ours reads them."""
     for name, value, message in (
         ("ACCELERATE_MIXED_PRECISION", "fp16", "mixed_precision fp16"),
-        ("ACCELERATE_USE_FSDP", "true", "FSDP or DeepSpeed, which Accelerate runs on GPUs only"),  # and without on CPUs
+        (
+            "ACCELERATE_USE_FSDP",
+            "true",
+            "FSDP or DeepSpeed, which Accelerate runs on GPUs only",
+        ),  # else it says nothing
     ):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            assert message in one_sentence(adapt(place, tmp_path / "out"))
+            assert message in refused(place, tmp_path / "out")
+    assert listing(tmp_path) == []
     with monkeypatch.context() as patch:
         patch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
         document = succeed(place, tmp_path / "cut", steps=2)
         assert document["options"]["micro_batch_size"] == 1
-        said = one_sentence(adapt(place, tmp_path / "out", "--micro-batch-size", 2))
+        said = refused(place, tmp_path / "out", "--micro-batch-size", 2)
         assert "4 steps of gradient accumulation and --batch-size 4 do not leave --micro-batch-size 2" in said
     succeed(place, tmp_path / "whole", steps=2)
     assert losses_of(tmp_path / "cut") == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-4)

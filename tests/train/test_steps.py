@@ -30,10 +30,9 @@ from tests.helpers import (
     invoke,
     invoke_well,
     listing,
-    one_sentence,
     record_bars,
 )
-from tests.train.commands import LENGTH, adapt, losses_of, perplexity_of, stopped_before_the_end, succeed
+from tests.train.commands import LENGTH, adapt, losses_of, perplexity_of, refused, stopped_before_the_end, succeed
 
 
 def pace_of(**options):
@@ -254,6 +253,6 @@ def test_a_control_learns_the_text_and_is_a_plain_llama(place, tmp_path):
 
 
 def test_a_dense_model_has_nothing_converted_to_train(place, tmp_path):
-    said = one_sentence(adapt(place, tmp_path / "out", model="dense"))
+    said = refused(place, tmp_path / "out", model="dense")
     assert "is dense and has no converted layers to train" in said
     assert listing(tmp_path) == []
