@@ -9,6 +9,7 @@ examples/, ``llama-8b``, ``upper`` (the same with ladder on its upper half; both
 """
 
 import json
+import math
 import os
 import re
 import shlex
@@ -66,11 +67,27 @@ def _large_models(folder: Path) -> None:
     sys.path.insert(0, str(ROOT))
     from ladderize.layout import Layout
     from ladderize.runtime.shards import read_shape
-    from tests.helpers import save_sparse
 
-    save_sparse(folder / "llama-8b", read_shape("8b"))
-    save_sparse(folder / "upper", read_shape("8b"), Layout.from_layers(32, ladder=range(16, 32)))
+    _save_sparse(folder / "llama-8b", read_shape("8b"))
+    upper = Layout.from_layers(32, ladder=range(16, 32)).to_config()
+    _save_sparse(folder / "upper", {**read_shape("8b"), "model_type": "ladderized_llama", **upper})
     (folder / "chat.jsonl").write_text('{"text": "the cat"}\n')
+
+
+def _save_sparse(folder: Path, config: dict[str, object]) -> None:
+    """A checkpoint of any size that takes no room: a header in bfloat16, and a hole."""
+    from ladderize.checkpoint.config import expected_tensors
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    header, end = {}, 0
+    for name, shape in expected_tensors(config).items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def _wrapped(line: str) -> list[str]:

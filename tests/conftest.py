@@ -28,7 +28,7 @@ SEED = "LADDERIZE_TEST_SEED"
 LONG_FILES = [
     "demo", "domino_gradients", "align_command", "eval", "report_browser", "generate_file", "tensor_parallel",
     "eval_ranks", "docs", "report", "python_docs", "promotion", "generate", "examples", "api",
-    "aligned_sensitivity", "control", "spd", "runtime", "sweep_keys", "sweep_killed", "sweep", "sweep_file",
+    "aligned_sensitivity", "spd", "runtime", "sweep_keys", "sweep_killed", "sweep", "sweep_file",
     "bench", "bench_training", "calibrate", "plan", "plan_choice", "planning_model", "model",
     "distill", "house", "compare", "paired",
 ]  # fmt: skip
@@ -55,9 +55,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     a million objects of it each time."""
     gc.collect()
     gc.freeze()
-
-
-# ---- seeds: inputs are fresh in every run, and can be had again ----
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -90,25 +87,17 @@ def seed(request: pytest.FixtureRequest) -> None:
     set_seeds(request.node.nodeid)
 
 
-# ---- processes ----
-
-
 @pytest.fixture(autouse=True)
 def quick_verification(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child that verifies a written checkpoint is forked from a process that has imported transformers already.
-
-    It runs the same script, without ladderize. ``@pytest.mark.own_process`` leaves it as users have it.
-    """
+    """The child that verifies a checkpoint is forked from a process that has imported transformers already; it runs
+    the same script, without ladderize."""
     if request.node.get_closest_marker("own_process") is None:
         monkeypatch.setattr("ladderize.convert.verify.subprocess", warm.SUBPROCESS)
 
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands give this process all cores, and two workers that do so on two cores wait for each other a hundredfold.
-
-    Processes that tests start have as many threads as they take.
-    """
+    """Commands give this process all cores; two workers that do so on two cores wait for each other a hundredfold."""
     set_num_threads = torch.set_num_threads
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: set_num_threads(1))
     set_num_threads(1)
@@ -169,7 +158,6 @@ def ids(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shape(tmp_path: Path) -> Path:
-    """The config.json of a small Llama, for --random-weights."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**SHAPE, "model_type": "llama"}))
     return path

@@ -26,8 +26,6 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 class Counting(Observed):
-    """Counts starts and waits of another backend."""
-
     def __init__(self, inner):
         super().__init__(inner)
         self.started, self.waited, self.most_in_flight = 0, 0, 0
@@ -55,12 +53,10 @@ def make_generator(
 
 
 def generated(generator, prompts, steps, sampling, eos=()):
-    """The new tokens of each prompt."""
     return by_row(generate_tokens(generator, prompts, max_new_tokens=steps, sampling=sampling, eos=eos))
 
 
 def by_row(chunks):
-    """What ``generate_tokens`` yields, joined."""
     return [list(chain.from_iterable(row)) for row in zip(*chunks, strict=True)]
 
 
@@ -91,7 +87,6 @@ def run_models(group, items, backend, replicate_vocab=False):
 
 
 def run_all_models(group, jobs, backend):
-    """jobs: (items, replicate_vocab) for ``run_models``, one after the other in one group."""
     return [run_models(group, items, backend, replicate_vocab) for items, replicate_vocab in jobs]
 
 
@@ -137,7 +132,6 @@ def reduce_long(group, size):
 
 
 def die(group, victim, pid_file):
-    """The victim is killed while the others wait for it, spinning in shared memory."""
     collectives, _ = choose("shm", group, max_bytes=1024)
     if group.rank != victim:
         pid_file.with_suffix(f".{group.rank}").write_text(str(os.getpid()))
@@ -149,7 +143,6 @@ def die(group, victim, pid_file):
 
 
 def stop(group, victim, pid_file):
-    """The victim is stopped, not killed, while the others wait for it in shared memory."""
     shm.SAME_WORK_TIMEOUT = timedelta(seconds=1)
     collectives, _ = choose("shm", group, max_bytes=1024)
     collectives.all_reduce(torch.ones(8))

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import math
 import random
 import sys
 import time
@@ -19,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ladderize.blocks import Blocks
-from ladderize.checkpoint.config import expected_tensors
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.cli import main
 from ladderize.console import Console, printable
@@ -129,29 +127,12 @@ def save_llama(
     model_type: str = "llama",
     **extra: object,
 ) -> Path:
-    """Write a plain random Llama, or a model of another of FAMILIES, with transformers."""
     config = AutoConfig.for_model(model_type, **{**SHAPE, **FAMILIES.get(model_type, {}), **extra})
     model = AutoModelForCausalLM.from_config(config)
     randomise(model, seed)
     size = sum(p.numel() * dtype.itemsize for p in model.parameters())
     model.to(dtype).save_pretrained(folder, max_shard_size=size // shards + size // 8 if shards > 1 else "5GB")
     return folder
-
-
-def save_sparse(folder: Path, config: dict[str, object], layout: Layout | None = None) -> None:
-    """A checkpoint of any size that takes no room: a header in bfloat16, and a hole."""
-    if layout is not None:
-        config = {**config, "model_type": "ladderized_llama", **layout.to_config()}
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    header, end = {}, 0
-    for name, shape in expected_tensors(config).items():
-        begin, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
 
 
 def blocks_of(folder: Path, dtype: torch.dtype = torch.float32) -> Blocks:
@@ -168,7 +149,6 @@ def epochs(most: int) -> Any:
 
 
 def change_json(path: Path, edit: Callable[[Any], object]) -> None:
-    """``edit`` gets the document, and changes it in place."""
     document = json.loads(path.read_text())
     edit(document)
     path.write_text(json.dumps(document))
@@ -182,24 +162,19 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def write_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    path = folder / "model.safetensors"
-    path.unlink()  # it may share its bytes with another checkpoint's
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
 def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> dict[str, torch.Tensor]:
     """Write the weights of ``folder``, which are in one file, anew as ``change`` has edited them in place; returns
     them."""
-    tensors = load_file(folder / "model.safetensors")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
     change(tensors)
-    write_weights(folder, tensors)
+    path.unlink()  # it may share its bytes with another checkpoint's
+    save_file(tensors, path, metadata={"format": "pt"})
     return tensors
 
 
 def change_weights(folder: Path, function: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    """Write what ``function`` makes of every tensor's name and value."""
-    write_weights(folder, {name: function(name, tensor) for name, tensor in all_tensors(folder).items()})
+    edit_tensors(folder, lambda tensors: tensors.update({name: function(name, x) for name, x in tensors.items()}))
 
 
 def changed_tensors(one: Path, other: Path) -> set[str]:
@@ -278,7 +253,6 @@ def training_command(name: str, place: Path, out: Path) -> list[object]:
 
 
 def assert_there_and_back(kind: type[Record], document: dict[str, object]) -> None:
-    """A document is read as ``kind``, and written as it was."""
     rest = {key: value for key, value in document.items() if key not in ("schema_version", "ladderize_version")}
     assert kind.from_dict(document, "a document").to_dict() == rest
 
@@ -307,7 +281,6 @@ def invoke(*arguments: object) -> Outcome:
 
 
 def invoke_well(*arguments: object) -> Outcome:
-    """The same of a command that must not fail."""
     outcome = invoke(*arguments)
     assert outcome.code == 0, outcome.stderr
     return outcome
@@ -315,8 +288,6 @@ def invoke_well(*arguments: object) -> Outcome:
 
 @dataclass
 class Bar:
-    """A progress that a command showed."""
-
     description: str
     total: int
     steps: list[int] = field(default_factory=list)
@@ -354,28 +325,14 @@ def one_sentence(outcome: Outcome) -> str:
 
 
 def invoke_json(*arguments: object) -> Any:
-    """The document that such a command prints."""
     return json.loads(invoke_well(*arguments, "--json").stdout)
 
 
 def refusal(*arguments: object, code: int = 1) -> str:
-    """The message of a command that must fail with this exit code."""
     outcome = invoke(*arguments)
     message = one_sentence(outcome)
     assert outcome.code == code, outcome
     return message
-
-
-def ranks_of(pid: int) -> list[int]:
-    """The ranks that a process has started: they are forked from a server. Linux only."""
-
-    def children(parent: int) -> list[int]:
-        return list(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
-
-    try:
-        return [rank for server in children(pid) for rank in children(server)]
-    except FileNotFoundError:
-        return []
 
 
 def all_gone(numbers: Iterable[int]) -> bool:

@@ -12,11 +12,7 @@ from tests.helpers import ROOT
 PACKAGE = ROOT / "ladderize"
 
 
-# ---- the names ----
-
-
 def test_every_public_name_is_there_and_known_to_type_checkers():
-    """All come from the stub that type checkers read."""
     assert {"convert_checkpoint", "Recipe", "__version__"} <= set(ladderize.__all__) == set(dir(ladderize))
     for name in ladderize.__all__:
         assert getattr(ladderize, name).__doc__ or name in ("SILENT", "__version__"), f"{name} is not documented"
@@ -25,40 +21,28 @@ def test_every_public_name_is_there_and_known_to_type_checkers():
         ladderize.convert_chekpoint  # noqa: B018
 
 
-# ---- options check themselves ----
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ladderize.GenerateOptions(model="m", prompt=("a",), dtype="int8"), "dtype int8 is not one of"),
-        (
-            lambda: ladderize.EvalOptions(models=("m",), perplexity="a.txt", limit=3),
-            "--limit has no effect without --tasks",
-        ),
-        (lambda: ladderize.GenerateOptions(model="m"), "give one of --prompt"),
-    ],
-)
-def test_options_that_cannot_be_meant(make, message):
-    with pytest.raises(ladderize.UsageError) as caught:
-        make()
-    assert message in str(caught.value)
+def test_options_check_themselves():
+    for made, message in (
+        ({"prompt": ("a",), "dtype": "int8"}, "dtype int8 is not one of"),
+        ({}, "give one of --prompt"),
+    ):
+        with pytest.raises(ladderize.UsageError, match=message):
+            ladderize.GenerateOptions(model="m", **made)
 
 
 def test_a_gpu_that_is_not_there(made_llama, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("text")
     for call in (
         lambda: ladderize.generate(ladderize.GenerateOptions(model=str(made_llama), prompt=("a",), device="cuda")),
-        lambda: ladderize.evaluate(ladderize.EvalOptions((made_llama,), perplexity="a.txt", device="cuda:1")),
+        lambda: ladderize.evaluate(
+            ladderize.EvalOptions((made_llama,), perplexity=str(tmp_path / "a.txt"), device="cuda:1")
+        ),
         lambda: ladderize.bench(ladderize.BenchOptions((str(made_llama),), device="cuda")),
     ):
         with pytest.raises(ladderize.UserError, match=r"--device cuda(:1)?, but torch sees no GPUs here"):
             call()
 
-
-# ---- tokenizers and models in plain transformers ----
 
 WAYS = {
     "load": "import ladderize\ntokenizer = ladderize.load_tokenizer(OUT)\nmodel = ladderize.load(OUT)",

@@ -30,10 +30,7 @@ NEURONS = SHAPE["intermediate_size"]
 
 
 def random_order(kv_heads: int, heads: int = HEADS) -> tuple[int, ...]:
-    """Groups in a random order and heads in a random order within them; neither is the old one where there is another.
-
-    Where each rank has one group, the order within it changes nothing.
-    """
+    """Groups and the heads within them, neither as before where there is another order."""
 
     def other(count: int) -> list[int]:
         order = torch.randperm(count).tolist()
@@ -48,7 +45,6 @@ def mark_of(folder: Path) -> str:
 
 
 def assignment_for(source: Path, layers=(0, 2), *, kv_heads: int = KV_HEADS, ranks: int = 4) -> RankAssignment:
-    """Of heads and neurons, both new."""
     heads, neurons = {}, {}
     for layer in layers:
         heads[layer], neurons[layer] = random_order(kv_heads), random_ranks(ranks)
@@ -93,9 +89,6 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
         return load(folder)(ids).logits
 
 
-# ---- written checkpoints ----
-
-
 @pytest.mark.parametrize(("shards", "chunk"), [(1, 4 << 20), (3, 128)])
 @pytest.mark.parametrize(
     "extra", [BIASES, {"num_key_value_heads": 8}, {"num_key_value_heads": 1}, {"head_dim": 16}], ids=str
@@ -117,9 +110,6 @@ def test_the_dense_function_does_not_change(tmp_path, monkeypatch, extra, shards
     torch.testing.assert_close(logits(tmp_path / "out", ids), logits(source, ids), rtol=1e-5, atol=1e-4)
 
 
-# ---- refused assignments ----
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -138,9 +128,6 @@ def test_assignments_that_do_not_fit(llama, tmp_path, changes, message):
     words = ("--spd", "all", "--sync-tp-size", "4", "--assignment", path)
     assert message in refusal("convert", llama, tmp_path / "out", *words)
     assert listing(tmp_path) == ["assignment_made_before.json", "src"]
-
-
-# ---- fingerprints ----
 
 
 def test_the_config_belongs_to_the_fingerprint(llama):

@@ -54,7 +54,6 @@ pipeline.convert_checkpoint(source, out, Recipe(ladder="2:"), overwrite=True, ve
 
 
 def kill_at(moment: str, source: Path, out: Path, tmp_path: Path) -> None:
-    """Start a conversion, wait until it reaches ``moment``, and kill -9 it."""
     flag = tmp_path / "flag"
     child = warm.WarmProcess([sys.executable, "-c", STOPPER, source, out, moment, flag])
     try:

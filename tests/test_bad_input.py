@@ -15,7 +15,6 @@ from tests.helpers import change_json, edit_json, edit_tensors, invoke_well, lis
 
 
 def refused(source, out, *options, code=1):
-    """Why such a conversion is."""
     return refusal("convert", source, out, *(options or ("--ladder", "2:")), code=code)
 
 
@@ -38,7 +37,6 @@ def weights(content):
 
 
 def norm_entry(**changes):
-    """Change what the header says of the last norm."""
 
     def change(raw):
         (length,) = struct.unpack("<Q", raw[:8])
@@ -62,10 +60,6 @@ def fifo(name):
     return change
 
 
-def missing(key):
-    return lambda source: change_json(source / "config.json", lambda found: found.pop(key))
-
-
 def gone(*names):
     return lambda source: [(source / name).unlink() for name in names or listing(source)]
 
@@ -81,7 +75,7 @@ DAMAGE = {
     "empty folder": (gone(), "is empty"),
     "no config": (gone("config.json"), "no config.json"),
     "config is not JSON": (text("config.json", "{"), "not valid JSON"),
-    "no hidden size": (missing("hidden_size"), "config.json: hidden_size is missing, but must be a positive integer"),
+    "no hidden size": (config(hidden_size=None), "config.json: hidden_size is None, but must be a positive integer"),
     "heads": (config(num_key_value_heads=3), "cannot share 3 key-value heads"),
     "escape sequences": (config(model_type="\x1b[31mred\x07"), r"this is a \\x1b\[31mred\\x07, which"),
     "no model type": (config(model_type=None), "model without model_type"),
@@ -103,6 +97,7 @@ DAMAGE = {
     "tensor missing": (tensors(lambda t: t.pop(Q)), f"{Q} is missing"),
     "tensor misshapen": (tensors(lambda t: t.update({Q: torch.zeros(31, 32)})), r"\[31, 32\], but config.json asks"),
     "tensor too many": (tensors(lambda t: t.update(extra=torch.zeros(3))), "not a tensor of a Llama"),
+    "adapter beside them": (text("adapter_config.json", "{}"), "holds a PEFT adapter"),
     "integer tensor": (tensors(lambda t: t.update({Q: torch.zeros(32, 32, dtype=torch.int8)})), "stored as I8"),
 }
 
@@ -130,9 +125,8 @@ def test_every_command_refuses_a_damaged_model(llama, tmp_path, command, name):
     assert listing(tmp_path) == ["ids.npy", "src"]
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_source(llama, tmp_path, name):
-    damage, message = DAMAGE[name]
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_source(llama, tmp_path, damage, message):
     damage(llama)
     assert re.search(message, refused(llama, tmp_path / "out"))
     assert listing(tmp_path) == ["src"]
@@ -141,9 +135,7 @@ def test_damaged_source(llama, tmp_path, name):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("../secret.safetensors", "only plain .safetensors names"),
-        ("/etc/passwd", "only plain .safetensors names"),
-        ("sub/model.safetensors", "only plain .safetensors names"),
+        *((name, "only plain .safetensors") for name in ("../secret.safetensors", "/etc/passwd", "a/b.safetensors")),
         ("nowhere.safetensors", "which is not there"),
         ("model-00001-of-00003.safetensors", "but it is not"),
     ],
@@ -164,6 +156,8 @@ def test_index_that_leads_astray(tmp_path, entry, message):
         (["--spd", "all"], 1, "need sync_tp_size, the number of virtual ranks (--sync-tp-size N)"),
         (["--delayed", "1:", "--ladder", "2", "--sync-tp-size", "4"], 1, "exclude each other, and both name 2"),
         (["--sync-tp-size", "4"], 2, "no effect without --delayed or --spd"),
+        (["--recipe", "no.yaml", "--sync-tp-size", "4"], 2, "--recipe and --sync-tp-size"),
+        (["--recipe", "no.yaml"], 1, "no such file"),
         (["--dense", "4:"], 1, "--dense: 4: is empty or out of range for a model of 4 layers"),
     ],
 )
@@ -187,13 +181,6 @@ def test_wrong_recipes(llama, tmp_path, text, message):
     recipe.write_text(text)
     assert message in refused(llama, tmp_path / "out", "--recipe", recipe)
     assert listing(tmp_path) == ["recipe.yaml", "src"]
-
-
-def test_recipe_and_options_together(llama, tmp_path):
-    (tmp_path / "r.yaml").write_text("ladder: all")
-    both = ("--recipe", tmp_path / "r.yaml", "--sync-tp-size", "4")
-    assert "--recipe and --sync-tp-size" in refused(llama, tmp_path / "out", *both, code=2)
-    assert "no such file" in refused(llama, tmp_path / "out", "--recipe", tmp_path / "missing.yaml")
 
 
 def test_missing_source(tmp_path):
@@ -239,11 +226,6 @@ def test_weights_that_are_links_into_out(llama, tmp_path):
     options = ("--ladder", "all", "--dtype", "bfloat16", "--overwrite")
     assert "is a link into OUT" in refused(llama, tmp_path / "out", *options)
     assert (llama / "model.safetensors").read_bytes() == before
-
-
-def test_an_adapter_beside_the_weights(llama, tmp_path):
-    (llama / "adapter_config.json").write_text("{}")
-    assert "holds a PEFT adapter" in refused(llama, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

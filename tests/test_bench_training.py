@@ -24,13 +24,10 @@ QUICK += ["--repeat", 2, "--warmup", 1, "--threads", 1, "--dtype", "float32"]
 EMULATED = ["--emulate-tp", 2, "--link", "50,1"]
 
 
-# ---- whole runs ----
-
-
 def test_two_real_ranks(shape, tmp_path):
     out = tmp_path / "bench.json"
     layouts = ["--layout", "dense,spd+ladder", "--batch-size", "2,1"]
-    outcome = invoke_well("bench", "--random-weights", shape, *QUICK, "--tp-size", 2, *layouts, "--out", out)
+    invoke_well("bench", "--random-weights", shape, *QUICK, "--tp-size", 2, *layouts, "--out", out)
     document = json.loads(out.read_text())
     assert_there_and_back(BenchDocument, document)
     assert document["complete"] is True
@@ -57,8 +54,6 @@ def test_two_real_ranks(shape, tmp_path):
     sequential, domino = (row["communication"]["backward"]["all_reduces"] for row in rows[:2])
     # the embedding's and the layers', and the norms' gradients once
     assert (sequential, domino) == (2 * layers + 2, 2 * (2 * layers + 1) + 1)
-    for words in ("Training step", "Backward", "of no-comm", "Checked before timing", "Weights are random"):
-        assert words in outcome.stdout
 
 
 def test_a_checkpoint_emulated_with_traces(tmp_path):
@@ -77,9 +72,6 @@ def test_a_checkpoint_emulated_with_traces(tmp_path):
     assert spans["forward"]["ts"] + spans["forward"]["dur"] <= spans["backward"]["ts"]
 
 
-# ---- what must not be timed ----
-
-
 def test_a_gradient_that_misses_a_part(shape, tmp_path, monkeypatch):
     """Only the last of the two parts of the batch adds to a weight's gradient: the other schedule is timed."""
     add = linear.WeightGradient.add
@@ -92,10 +84,7 @@ def test_a_gradient_that_misses_a_part(shape, tmp_path, monkeypatch):
     arguments = ["--layout", "dense", "--out", tmp_path / "b.json"]
     outcome = invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, *arguments)
     assert outcome.code == 1
-    last = outcome.stderr.splitlines()[-1]
-    assert last.startswith("Error: dense by the schedule domino, 2 rows: the ")
-    assert last.endswith(", so it was not timed")
-    assert "Check FAILED, so not timed: dense by the schedule domino" in outcome.stdout
+    assert outcome.stderr.splitlines()[-1].startswith("Error: dense by the schedule domino, 2 rows: the ")
     document = json.loads((tmp_path / "b.json").read_text())
     assert_there_and_back(BenchDocument, document)
     assert [row["schedule"] for row in document["rows"]] == ["sequential"]
@@ -109,12 +98,9 @@ def test_weights_that_are_not_numbers(tmp_path):
     model.save_pretrained(tmp_path / "m")
     message = refusal("bench", tmp_path / "m", *QUICK, *EMULATED)
     assert "m, 2 rows: the loss is nan and the norm of its gradients nan" in message
-    assert message.endswith("so nothing was timed")
 
 
 class LeavesOut(Observed):
-    """Does not begin the sum of this number."""
-
     def __init__(self, inner, number):
         super().__init__(inner)
         self.number, self.count = number, 0
@@ -154,9 +140,6 @@ def test_no_overlap_in_the_trace_is_an_error(shape, tmp_path, monkeypatch):
     passes = ["dense (backward)"]
     passes += [f"{variant} ({name})" for variant in variants for name in ("forward", "backward")]
     assert f"nothing overlapped in the trace of {' and '.join(passes)}," in outcome.stderr.splitlines()[-1]
-
-
-# ---- memory ----
 
 
 def test_memory_is_weights_and_gradients(shape):

@@ -13,9 +13,7 @@ import ladderize
 from ladderize import UserError
 from ladderize.eval.results import Predictions
 from tests.evaluations import Written
-from tests.helpers import ROOT, change_json, invoke, invoke_well, one_sentence
-
-DEMO = ROOT / "ladderize" / "demo"
+from tests.helpers import change_json, invoke, invoke_well, one_sentence
 
 
 def coins(count: int, right: float) -> list[float]:
@@ -23,7 +21,6 @@ def coins(count: int, right: float) -> list[float]:
 
 
 def changed(values: list[float], worse: float, better: float) -> list[float]:
-    """0/1 answers of another model."""
     turned = np.random.random(len(values))
     return [
         float(value if (turn >= worse if value else turn >= better) else 1 - value)
@@ -33,7 +30,6 @@ def changed(values: list[float], worse: float, better: float) -> list[float]:
 
 @pytest.fixture
 def pair(tmp_path):
-    """A dense model and another, of two tasks."""
     dense, other = Written(tmp_path, "dense"), Written(tmp_path, "other")
     for task, count in (("alpha", 300), ("beta", 120)):
         answers = coins(count, 0.7)
@@ -45,9 +41,6 @@ def pair(tmp_path):
 def compare_files(*written: Written) -> ladderize.ComparisonDocument:
     (document,) = ladderize.compare([one.write() for one in written]).comparisons
     return document
-
-
-# ---- what is compared ----
 
 
 def test_differences_flips_and_pools_are_those_of_the_answers(pair):
@@ -167,9 +160,6 @@ def test_what_was_not_measured_alike_is_left_out_by_name(pair):
         compare_files(dense, other)
 
 
-# ---- what is refused ----
-
-
 REFUSALS: dict[str, tuple[Any, str]] = {
     "limit": (lambda o: o.samples.update(alpha=o.samples["alpha"][:250]), "targets or prompts of 50 of 300 differ"),
     "prompt": (lambda o: o.samples["alpha"][7].update(prompt_hash="z"), "targets or prompts of 1 of 300 differ"),
@@ -185,9 +175,8 @@ REFUSALS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSALS)
-def test_models_that_were_not_asked_the_same_are_refused(pair, what):
-    change, message = REFUSALS[what]
+@pytest.mark.parametrize(("change", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_models_that_were_not_asked_the_same_are_refused(pair, change, message):
     dense, other = pair
     change(other)
     with pytest.raises(UserError, match=f"(?=.*other).*{message}"):
@@ -213,15 +202,11 @@ BROKEN: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_broken_files_are_one_sentence(pair, what):
-    change, message = BROKEN[what]
+@pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
+def test_broken_files_are_one_sentence(pair, change, message):
     dense, other = (written.write() for written in pair)
     change(other)
     assert message in one_sentence(invoke("compare", dense, other))
-
-
-# ---- the command ----
 
 
 @pytest.mark.parametrize(
@@ -236,9 +221,6 @@ def test_the_words_claim_what_the_interval_shows(tmp_path, right, lost, words):
     """Equal models with few and many samples, and a bad one; of twice ``right`` answers."""
     answers = [[0.0] * missed + [1.0] * (right - missed) + [0.0] * right for missed in (0, lost)]
     files = [Written(tmp_path, f"m{n}").task("t", {"acc": given}).write() for n, given in enumerate(answers)]
-    shown = invoke_well("compare", *files).stdout
-    assert words in shown
-    assert "m1 against m0 (95% intervals)" in shown
-    assert "\u22641 worse" in shown  # not "1 worse": what is shown is that it is no more
+    assert words in invoke_well("compare", *files).stdout
     printed = json.loads(invoke("compare", *files, "--json").stdout)
     assert len(printed["comparisons"]) == 1

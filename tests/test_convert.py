@@ -25,7 +25,6 @@ from tests.helpers import (
     edit_json,
     edit_tensors,
     fresh_rng,
-    invoke,
     invoke_json,
     invoke_well,
     listing,
@@ -165,8 +164,7 @@ def test_another_layout_and_back_to_dense(llama, tmp_path):
     (llama / "README.md").write_text("---\nlicense: mit\n---\n\nThe original card.\n")
     convert_checkpoint(llama, tmp_path / "a", LADDER, verify=False)
     outcome = invoke_well("convert", tmp_path / "a", tmp_path / "b", "--spd", "1:3", "--sync-tp-size", 4, "--no-verify")
-    changed = "4 layers: ladder 2:4 -> ladder 3, spd 1:3 (sync_tp_size 4)"
-    assert f"layout   {changed}\n" in outcome.stdout
+    assert "4 layers: ladder 2:4 -> ladder 3, spd 1:3 (sync_tp_size 4)\n" in outcome.stdout
     convert_checkpoint(llama, tmp_path / "from dense", read_recipe(tmp_path / "b" / "ladderize.yaml"), verify=False)
     assert (tmp_path / "from dense" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
     again = convert_checkpoint(tmp_path / "b", tmp_path / "again", Layout.from_layers(4, ladder=[0]), verify=False)
@@ -176,7 +174,6 @@ def test_another_layout_and_back_to_dense(llama, tmp_path):
     assert report.verified.model_class == "LlamaForCausalLM"
     assert json.loads((tmp_path / "c" / "config.json").read_text()) == json.loads((llama / "config.json").read_text())
     assert not list((tmp_path / "c").glob("*.py"))
-    assert "vllm" not in (tmp_path / "c" / "README.md").read_text()
 
 
 def test_what_is_carried_over(llama, tmp_path):
@@ -231,7 +228,6 @@ def test_the_card(llama, tmp_path, recipe, ranks, tags):
     assert front == {"license": "llama3", "base_model": "meta/Base", **own}
     assert layout in body
     assert f"\nvllm serve out --tensor-parallel-size {ranks}\n" in body
-    assert ("Engines without the plugin refuse" in body) == (recipe.spd is not None)
     assert (tmp_path / "out" / "README.source.md").read_bytes() == (llama / "README.md").read_bytes()
 
 
@@ -243,17 +239,11 @@ def test_a_card_of_a_second_conversion_names_the_hub_s_model(llama, tmp_path, ca
     convert_checkpoint(llama, tmp_path / "once", LADDER, verify=False)
     edit = (tmp_path / "once" / "README.md").read_text().replace("---\n", "---\nbase_model: meta/Base\n", 1)
     (tmp_path / "once" / "README.md").write_text(edit)  # as a conversion of the hub's model leaves it
-    convert_checkpoint(
-        tmp_path / "once", tmp_path / "twice", Recipe(spd="1", sync_tp_size=4, dense="all"), verify=False
-    )
+    recipe = Recipe(spd="1", sync_tp_size=4, dense="all")
+    convert_checkpoint(tmp_path / "once", tmp_path / "twice", recipe, verify=False)
     own = {"base_model": "meta/Base", "library_name": "transformers", "tags": ["ladderize", "sync-point-drop"]}
     licensed = {"license": "llama3"} if card else {"license": "other", "license_link": "LICENSE"}
-    front, body = card_of(tmp_path / "twice")
-    assert front == {**own, **licensed}
-    assert 'pip install ".[vllm]"  # in a clone' in body  # no index has ladderize
-
-
-NORWEGIAN = b"\xef\xbb\xbf---\r\nlanguage:\r\n- no\r\ndate: 2001-13-45\r\nscore: 0.5\r\n---\r\nbody \xe9\r\n"
+    assert card_of(tmp_path / "twice")[0] == {**own, **licensed}
 
 
 @pytest.mark.parametrize(
@@ -261,7 +251,10 @@ NORWEGIAN = b"\xef\xbb\xbf---\r\nlanguage:\r\n- no\r\ndate: 2001-13-45\r\nscore:
     [
         *((card, {}) for card in (b"", b"no front matter", b"---\nunclosed: 1\n", b"---\n- a list\n---\nbody")),
         (b"---\n: : broken\n  - [\n---\nbody", {}),
-        (NORWEGIAN, {"language": ["no"], "date": "2001-13-45", "score": 0.5}),  # of Windows, and no UTF-8
+        (  # of Windows, and no UTF-8
+            b"\xef\xbb\xbf---\r\nlanguage:\r\n- no\r\ndate: 2001-13-45\r\n---\r\nbody \xe9\r\n",
+            {"language": ["no"], "date": "2001-13-45"},
+        ),
     ],
 )
 def test_any_card_is_kept_and_breaks_nothing(llama, tmp_path, card, kept):
@@ -288,13 +281,11 @@ def test_recipes(tmp_path, text, recipe):
 
 def test_dry_run_writes_nothing(llama, tmp_path):
     outcome = invoke_well("convert", llama, tmp_path / "deep" / "out", "--ladder", "2:", "--dry-run")
-    assert "overlapped" in outcome.stdout
-    assert "would write" in outcome.stdout
     assert "model.safetensors" in outcome.stdout
-    assert listing(tmp_path) == ["src"]
     report = invoke_json("convert", llama, tmp_path / "out", "--ladder", "2:", "--dry-run")
     assert report["written"] is False
     assert report["weight_bytes"] == sum(tensor.nbytes for tensor in all_tensors(llama).values())
+    assert listing(tmp_path) == ["src"]
 
 
 def test_a_hub_snapshot(llama, tmp_path, monkeypatch):
@@ -325,8 +316,7 @@ def test_inspect(llama, tmp_path, recipe, ranks, sums):
     told = {"reduced_bytes": sums * message, "sent_bytes": sums * sent, "blocking": 4, "exposed_sent_bytes": 4 * sent}
     assert told.items() <= report["this"].items()
     assert report["parameters"] == sum(t.numel() for t in all_tensors(llama).values())
-    text = invoke_well("inspect", tmp_path / "out", "--layers")
-    assert str(report["layout"]) in text.stdout
+    assert str(report["layout"]) in invoke_well("inspect", tmp_path / "out", "--layers").stdout
 
 
 def test_inspect_shows_the_tp_sizes_that_run(tmp_path):
@@ -347,8 +337,6 @@ def test_inspect_shows_the_tp_sizes_that_run(tmp_path):
         for ranks in range(1, heads + 1):  # vLLM and training say the same
             with contextlib.nullcontext() if ranks in expected else pytest.raises(LayoutError):
                 check_runnable(config, Layout.from_config(config), ranks)
-        shown = f"heads       {heads}, KV heads {kv_heads}; TP sizes {', '.join(map(str, expected))}"
-        assert shown in invoke("inspect", tmp_path / name).stdout
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(dtype="float16")])

@@ -221,9 +221,6 @@ def test_silu_of_any_number(compiled, dtype):
     torch.testing.assert_close(found, torch.nn.functional.silu(gate).to(dtype), equal_nan=True, rtol=2e-6, atol=1e-35)
 
 
-# ---- compiling ----
-
-
 @pytest.fixture
 def fresh_library(monkeypatch):
     """As in a process that has compiled nothing yet."""

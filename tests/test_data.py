@@ -51,23 +51,17 @@ def test_ids_are_taken_as_they_are(tmp_path, dtype):
     assert lists(cut_windows(flat, 3)) == [[0, 1, 2], [3, 4]]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
+def test_unusable_files(tmp_path):
+    for name, content, message in (
         ("a.txt", b"", "no tokens at all"),
         ("a.txt", b"\xff\xfe", "not UTF-8"),
         ("a.jsonl", b"{}\n", "line 1: has nothing; a row needs input_ids or text"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\\ud83d"}', "line 2: holds half of a surrogate pair"),
         ("a.npy", b"junk", "not a NumPy array"),
-    ],
-)
-def test_unreadable_files(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        read_documents(str(tmp_path / name), lambda texts, **_: {"input_ids": [list(map(ord, text)) for text in texts]})
-
-
-def test_unusable_arrays(tmp_path):
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            read_documents(str(tmp_path / name), Letters())
     cases = [
         (np.zeros(3), "expected token ids"),
         (np.array([-1, 2]), "negative"),

@@ -117,7 +117,6 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def demo(tasks: str, *more: object) -> list[object]:
-    """Options for tasks of the demo."""
     return ["--tasks", ",".join(f"demo_{name}" for name in tasks.split()), "--include-path", TASKS, *more]
 
 
@@ -134,7 +133,16 @@ def test_eval_of_two_models(pair, tmp_path):
     assert dense["ladderize"]["perplexity"]["perplexity"] < ladder["ladderize"]["perplexity"]["perplexity"]
     assert {"results", "configs", "versions", "n-shot", "n-samples", "higher_is_better"} <= set(dense)
     assert listing(tmp_path) == ["r.json", "r.samples", "text.jsonl"]
-    check_samples(tmp_path, document)
+    # the files that are named are those that are there, and give the metrics that lm-eval has printed
+    named = [path for entry in document["models"] for path in entry["samples"].values()]
+    files = [path.relative_to(tmp_path).as_posix() for path in (tmp_path / "r.samples").rglob("*") if path.is_file()]
+    assert sorted(named) == sorted(files)
+    for entry in document["models"]:
+        assert list(entry["samples"]) == ["demo_agreement", "demo_arithmetic"]
+        for task, metric in (("demo_agreement", "acc"), ("demo_arithmetic", "exact_match")):
+            lines = [json.loads(line) for line in (tmp_path / entry["samples"][task]).read_text().splitlines()]
+            assert [line["doc_id"] for line in lines] == list(range(20))
+            assert np.mean([line[metric] for line in lines]) == entry["results"][task][f"{metric},none"]
     results = EvalResults.from_dict(document, "r.json")
     assert results.to_dict() == {key: document[key] for key in ("options", "models", "comparisons")}
     rows = result_rows(results)
@@ -146,8 +154,7 @@ def test_eval_of_two_models(pair, tmp_path):
 
 
 def test_what_cannot_be_compared_is_said_and_the_results_stay(llama, tmp_path):
-    """Two vocabularies: the windows are the same ids, the predictions are not comparable; a file of another tokenizer
-    is simulated by another hash."""
+    """Two vocabularies: the windows are the same ids, the predictions are not comparable."""
     other = save_llama(tmp_path / "other", vocab_size=120)
     np.save(tmp_path / "ids.npy", fresh_rng().integers(3, 90, 60))
     outcome = invoke("eval", llama, other, "--perplexity", tmp_path / "ids.npy", "--seq-len", "9", "--json")
@@ -155,19 +162,6 @@ def test_what_cannot_be_compared_is_said_and_the_results_stay(llama, tmp_path):
     (comparison,) = json.loads(outcome.stdout)["comparisons"]
     assert comparison["predictions"] is None
     assert comparison["perplexity"]["windows"] == 7
-
-
-def check_samples(folder: Path, document: dict) -> None:
-    """The files that are named are those that are there, and give the metrics that lm-eval has printed."""
-    named = [path for entry in document["models"] for path in entry["samples"].values()]
-    files = [path.relative_to(folder).as_posix() for path in (folder / "r.samples").rglob("*") if path.is_file()]
-    assert sorted(named) == sorted(files)
-    for entry in document["models"]:
-        assert list(entry["samples"]) == ["demo_agreement", "demo_arithmetic"]
-        for task, metric in (("demo_agreement", "acc"), ("demo_arithmetic", "exact_match")):
-            lines = [json.loads(line) for line in (folder / entry["samples"][task]).read_text().splitlines()]
-            assert [line["doc_id"] for line in lines] == list(range(20))
-            assert np.mean([line[metric] for line in lines]) == entry["results"][task][f"{metric},none"]
 
 
 def test_the_same_as_lm_eval_by_itself(pair, tmp_path):
@@ -213,7 +207,6 @@ def test_a_continuation_is_scored_at_its_place_beside_any_other():
 
 
 def asked(models, tasks, folder, **more):
-    """Options for tasks of a folder; only four questions each."""
     return EvalOptions(tuple(map(str, models)), tuple(tasks.split()), include_path=str(folder), **{"limit": 4, **more})
 
 
@@ -258,7 +251,6 @@ def test_a_run_goes_on_after_the_tasks_that_it_has(pair, tmp_path, monkeypatch):
 
 
 def with_tag(folder, task, tag):
-    """The demo's tasks, one of them with a tag."""
     copied = shutil.copytree(TASKS, folder)
     with (copied / f"{task}.yaml").open("a") as file:
         file.write(f"tag: {tag}\n")  # and of tasks that include it
@@ -313,7 +305,7 @@ def test_a_model_that_answers_nan_has_no_score(tmp_path):
     broken = shutil.copytree(MODEL, tmp_path / "broken")
     edit_tensors(broken, lambda tensors: tensors["model.layers.3.mlp.down_proj.weight"][0].fill_(math.nan))
     said = refusal("eval", broken, *demo("agreement", "--limit", 4), "--out", tmp_path / "r.json")
-    assert "broken: log-likelihoods of demo_agreement are NaN; check the model's weights, or compute in float32" in said
+    assert "broken: log-likelihoods of demo_agreement are NaN" in said
     assert json.loads((tmp_path / "r.json").read_text())["models"][0].get("results") is None
 
 

@@ -28,7 +28,6 @@ aggregate_metric_list:
 
 
 def metrics(entry: dict) -> dict[str, float]:
-    """The numbers of all tasks."""
     results = entry["results"]
     return {f"{task} {key}": value for task in results for key, value in results[task].items() if "," in key}
 

@@ -36,7 +36,6 @@ COMMAND = re.compile(r"^# ladderize (\S+) (?:.*--(?:config|recipe) )?examples/(\
 
 
 def command_of(example: Path) -> str:
-    """The command that the file's own first lines show."""
     found = COMMAND.search(example.read_text())
     assert found is not None, f"{example.name} does not say how to run it"
     assert found[2] == example.name

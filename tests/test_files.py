@@ -13,30 +13,18 @@ from tests.helpers import invoke, one_sentence, save_llama
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (DEEP, "nested too deeply"),
-        ("[NaN]", "holds NaN, which is not a number"),
+def test_documents_that_nobody_can_read(tmp_path):
+    for content, message in (
+        (DEEP.encode(), "nested too deeply"),
+        (b"[NaN]", "holds NaN, which is not a number"),
         (b"\xff", "not UTF-8 text .byte 0."),
-    ],
-)
-def test_json_that_nobody_can_read(content, message):
-    with pytest.raises(ValueError, match=message):
-        parse_json(content if isinstance(content, bytes) else content.encode())
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: " + DEEP, "nested too deeply"),
-        ("a: 1\na: 2", "the key 'a' stands twice"),
-    ],
-)
-def test_yaml_that_nobody_can_read(tmp_path, text, message):
-    (tmp_path / "a.yaml").write_text(text)
-    with pytest.raises(UserError, match=f"a.yaml is not valid YAML: .*{message}"):
-        read_yaml(tmp_path / "a.yaml")
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_json(content)
+    for text, message in ((f"a: {DEEP}", "nested too deeply"), ("a: 1\na: 2", "the key 'a' stands twice")):
+        (tmp_path / "a.yaml").write_text(text)
+        with pytest.raises(UserError, match=f"a.yaml is not valid YAML: .*{message}"):
+            read_yaml(tmp_path / "a.yaml")
 
 
 def test_no_regular_file_is_opened(tmp_path):
@@ -62,9 +50,6 @@ def test_more_than_is_read(tmp_path, monkeypatch):
     assert list(regular.read_lines(tmp_path / "a", 6)) == [b"1\n", b"12345\n"]
     with pytest.raises(UserError, match="line 2 is longer than 5 B"):
         list(regular.read_lines(tmp_path / "a", 5))
-
-
-# ---- outputs ----
 
 
 @pytest.mark.parametrize("way", ["as it is", "through a link", "with an array's name", "in a folder"])

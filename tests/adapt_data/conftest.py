@@ -14,7 +14,6 @@ def tokenizer():
 
 @pytest.fixture
 def chat(tokenizer):
-    """Gives the tokenizer a chat template for one test."""
 
     def use(template):
         tokenizer.chat_template = template

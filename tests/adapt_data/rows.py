@@ -80,7 +80,6 @@ def one(tokenizer, row, **changed):
 
 
 def scored_text(tokenizer, example):
-    """The runs of scored tokens, decoded."""
     runs, before = [], False
     for token, counts in zip(*example, strict=True):
         if counts and not before:
@@ -92,7 +91,6 @@ def scored_text(tokenizer, example):
 
 
 def packed(ids, scored, seq_len):
-    """Packed rows of examples."""
     columns = pack(ids, scored, seq_len)
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 

@@ -60,8 +60,6 @@ def test_offsets_without_spaces(template):
     assert scored_text(fresh, one(fresh, {"messages": turns})) == [" hi  </s>", "y</s>"]
 
 
-# ---- what a conversation may look like ----
-
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
 CALLED = [TURNS[1], CALL, {"role": "tool", "content": "7"}, {"role": "assistant", "content": "it is 7"}]
 SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}
@@ -163,7 +161,6 @@ def a_chat(kinds):
 
 
 def by_transformers(tokenizer, messages, number):
-    """The example that message ``number`` gives alone."""
     made = {"tokenize": True, "return_dict": False}
     prompt = tokenizer.apply_chat_template(messages[:number], add_generation_prompt=True, **made)
     whole = tokenizer.apply_chat_template(messages[: number + 1], **made)
@@ -218,10 +215,7 @@ def test_completions_and_conversations_are_cut_off(chat):
         ({"conversations": [{"from": "bing", "value": "x"}]}, "turn 1 of its conversations is from 'bing'; known are"),
         ({"messages": []}, "its messages has no turns"),
         ({"messages": [{"role": "user"}]}, "turn 1 of its messages has no role and content that are strings"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "has content that is no text",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "has content that is no text"),
         ({"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "has the weight 0.5, which is neither"),
         ({"messages": TURNS, "tools": "[{"}, "its tools is not JSON"),
         ({"messages": TURNS, "chat_template_kwargs": ["x"]}, "its chat_template_kwargs is no object"),
@@ -244,11 +238,7 @@ def test_a_text_without_a_tokenizer():
     [
         (None, 5, "the tokenizer has no chat template, which a conversation needs"),
         ("{{ raise_exception('roles must alternate') }}", 5, r"refuses the conversation \(roles must alternate\)"),
-        (
-            PLAIN.replace("m.content", "'x'") + "?",
-            5,
-            "turn 3: the chat template does not show what",
-        ),
+        (PLAIN.replace("m.content", "'x'") + "?", 5, "turn 3: the chat template does not show what"),
         (PLAIN, 2, "gives 0 tokens, none of which the loss could score"),
         (MARKED, 2, "none of which the loss could score"),
         ("{{ ''.__class__.__mro__ }}", 5, "is unsafe"),  # a stranger's program, in a sandbox

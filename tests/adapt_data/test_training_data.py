@@ -20,7 +20,6 @@ def texts(count, start=0):
 
 
 def slowly(tokenizer, rows, seq_len=64):
-    """The examples of rows one by one, sorted."""
     found = [example for row in rows for example in encode(tokenizer, row, seq_len=seq_len)]
     return examples_of(packed(*zip(*found, strict=True), 10_000))
 
@@ -107,12 +106,8 @@ def test_cut_off_and_dropped_examples_are_counted(tmp_path, chat):
     assert (counts["examples"], counts["truncated_examples"], counts["dropped_examples"]) == (2, 2, 1)
 
 
-# ---- streams ----
-
-
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Rows, as if they were on the hub."""
 
     def put(rows):
         path, load = write_jsonl(tmp_path / "hub.jsonl", rows), datasets.load_dataset
@@ -152,9 +147,6 @@ def test_a_stream(hub, tokenizer, monkeypatch):
     assert list(itertools.islice(opened("hub:o/n:train", tokenizer, heldout=10, seed=5).train, 5)) != epoch[:5]
 
 
-# ---- what is left out ----
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 def test_rows_that_are_left_out(tmp_path, hub, chat, capfd, streamed):
     """Of empty text, as a third of wikitext's, and up to a twentieth that cannot be used: counted in one line."""
@@ -173,9 +165,6 @@ def test_rows_that_are_left_out(tmp_path, hub, chat, capfd, streamed):
     if not streamed:
         assert opened_data.counts["examples"] == 32
         assert opened_data.counts["dropped_examples"] == 0
-
-
-# ---- what is wrong ----
 
 
 def test_data_that_cannot_be_used(tmp_path, hub):

@@ -23,7 +23,6 @@ def checkpoint():
 
 
 def write_data(kind, folder):
-    """A --data of this kind."""
     rows = {
         "text": [{"text": text} for text in TEXTS],
         "completion": [{"prompt": text, "completion": " then it left"} for text in TEXTS],

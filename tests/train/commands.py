@@ -40,6 +40,10 @@ def succeed(place, out, *more, **kwargs):
     return json.loads((out / "adaptation.json").read_text())
 
 
+def refused(place, out, *more, **kwargs):
+    return one_sentence(adapt(place, out, *more, **kwargs))
+
+
 def losses_of(folder):
     return read_metrics(folder / "metrics.jsonl", "loss")
 

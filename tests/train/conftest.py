@@ -11,13 +11,11 @@ from tests.train.commands import LENGTH, ROWS
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory):
-    """A dense model, the same with every layer ladder and dropped, and data."""
     return furnish(tmp_path_factory.mktemp("retrain"), "llama")
 
 
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory):
-    """The same with norms of heads, biases and windows."""
     return furnish(tmp_path_factory.mktemp("qwen3"), "qwen3")
 
 

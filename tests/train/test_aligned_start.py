@@ -6,28 +6,26 @@ import pytest
 
 from ladderize.adapt.layers.options import start_tokens
 from ladderize.adapt.train import run
-from tests.helpers import all_tensors, invoke, invoke_well, listing, one_sentence
-from tests.train.commands import adapt, arguments, losses_of, same_weights, stopped_before_the_end, succeed
+from tests.helpers import all_tensors, invoke, invoke_well, listing, refusal
+from tests.train.commands import arguments, losses_of, same_weights, stopped_before_the_end, succeed
 
 
-def aligned(place, out, *more, steps=4, run=invoke, **kwargs):
+def aligned(place, out, *more, steps=4, run=invoke_well, **kwargs):
     return run(*arguments(place, out, "--align", "--distill-from", place / "dense", *more, steps=steps, **kwargs))
 
 
-def well_aligned(*given, **more):
-    return aligned(*given, run=invoke_well, **more)
+def refused(*given, **more):
+    return aligned(*given, run=refusal, **more)
 
 
 @pytest.fixture(scope="module")
 def done(place, tmp_path_factory):
     folder = tmp_path_factory.mktemp("aligned")
-    outcome = well_aligned(place, folder / "out")
-    assert f"aligning first; the result stays in {folder}/out-aligned" in outcome.stderr
+    aligned(place, folder / "out")
     return folder
 
 
 def test_it_is_an_alignment_and_a_retraining_of_that(place, done, tmp_path):
-    """The two commands one after the other give the same bits."""
     assert listing(done) == ["out", "out-aligned"]
     invoke_well(
         *("adapt", place / "both", tmp_path / "beside", "--method", "align", "--distill-from", place / "dense"),
@@ -49,12 +47,11 @@ def test_a_finished_alignment_is_not_made_again(place, done, tmp_path, monkeypat
     """Stopped after the alignment, the same command trains on from there; done, it finds both."""
     with monkeypatch.context() as patch:
         patch.setattr(run, "make_model", lambda *_: 1 / 0)
-        assert aligned(place, tmp_path / "out").code != 0
+        assert aligned(place, tmp_path / "out", run=invoke).code != 0
     assert listing(tmp_path) == ["out-aligned"]
     monkeypatch.setattr("ladderize.adapt.layers.align.aligned_layers", lambda *_, **__: pytest.fail("aligned again"))
     for said in ("out-aligned is complete", "out is complete"):
-        outcome = well_aligned(place, tmp_path / "out")
-        assert said in outcome.stderr
+        assert said in aligned(place, tmp_path / "out").stderr
     assert same_weights(all_tensors(tmp_path / "out"), all_tensors(done / "out"))
 
 
@@ -63,8 +60,7 @@ def test_a_begun_training_goes_on_from_what_was_aligned(place, tmp_path, monkeyp
     stopped_before_the_end(place, tmp_path / "out", "--align", "--distill-from", place / "dense", "--overwrite")
     before = all_tensors(tmp_path / "out-aligned")
     monkeypatch.setattr("ladderize.adapt.layers.align.aligned_layers", lambda *_, **__: pytest.fail("aligned again"))
-    outcome = well_aligned(place, tmp_path / "out", "--overwrite", steps=9)
-    assert "out-aligned, which an earlier run has aligned" in outcome.stderr
+    outcome = aligned(place, tmp_path / "out", "--overwrite", steps=9)
     assert "resuming after step 6" in outcome.stderr
     assert same_weights(all_tensors(tmp_path / "out-aligned"), before)
 
@@ -74,10 +70,9 @@ def test_out_is_looked_at_before_anything_is_aligned(place, tmp_path, monkeypatc
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     for method in ("full", "lora"):
-        refused = one_sentence(aligned(place, tmp_path / "out", "--method", method))
-        assert "is not empty; choose another folder" in refused
-    assert "--overwrite does not replace it" in one_sentence(aligned(place, tmp_path / "out", "--overwrite"))
-    assert "is the source" in one_sentence(aligned(place, place / "dense", "--overwrite"))
+        assert "is not empty; choose another folder" in refused(place, tmp_path / "out", "--method", method)
+    assert "--overwrite does not replace it" in refused(place, tmp_path / "out", "--overwrite")
+    assert "is the source" in refused(place, place / "dense", "--overwrite")
     assert listing(tmp_path) == ["out"]
 
 
@@ -90,18 +85,14 @@ def test_it_reads_as_many_tokens_as_the_training():
 
 def test_it_reads_as_few_windows_as_it_is_told_to(place, tmp_path):
     """A training that was begun belongs to them."""
-    said = stopped_before_the_end(place, tmp_path / "out", "--align", "--distill-from", place / "dense", "--samples", 3)
-    assert "aligning 4 layers on 144 tokens (3 windows of 48), 2 windows held out" in said
+    stopped_before_the_end(place, tmp_path / "out", "--align", "--distill-from", place / "dense", "--samples", 3)
     document = json.loads((tmp_path / "out-aligned" / "alignment.json").read_text())
     assert document["data"]["samples"] == 3
-    other = one_sentence(aligned(place, tmp_path / "out", "--samples", 4))
-    assert "holds unfinished work of a run with another samples (3, now 4)" in other
+    assert "a run with another samples (3, now 4)" in refused(place, tmp_path / "out", "--samples", 4)
 
 
 def test_what_is_refused(place, done, tmp_path):
-    dense = aligned(place, tmp_path / "out", "--train", "all", model="dense")
-    assert "is dense; --align aligns converted weights" in one_sentence(dense)
-    again = aligned(place, tmp_path / "out", model=done / "out")
-    assert "was retrained already (full); --align aligns converted weights that" in one_sentence(again)
-    assert "--align has no effect without --distill-from" in one_sentence(adapt(place, tmp_path / "out", "--align"))
+    dense = refused(place, tmp_path / "out", "--train", "all", model="dense")
+    assert "is dense; --align aligns converted weights" in dense
+    assert "was retrained already (full)" in refused(place, tmp_path / "out", model=done / "out")
     assert listing(tmp_path) == []

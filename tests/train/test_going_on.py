@@ -23,6 +23,7 @@ from tests.train.commands import (
     arguments,
     check_same_run,
     losses_of,
+    refused,
     same_weights,
     stopped_before_the_end,
     succeed,
@@ -45,6 +46,12 @@ main()
 """
 
 
+def check_bit_for_bit(folder, *keys):
+    for key in keys:
+        ours, theirs = (read_metrics(folder / name / "metrics.jsonl", key) for name in ("out", "whole"))
+        assert ours == theirs
+
+
 def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
     """SIGKILL at a random moment; the same command then makes the same steps."""
     more = ["--method", "lora", "--lora-rank", 2, "--lora-dropout", 0.2, "--eval-every", 2]
@@ -60,11 +67,8 @@ def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
     process.kill()
     _, stderr = process.communicate()
     assert process.returncode == -signal.SIGKILL, stderr
-    assert work.is_dir()
     assert "resuming after step" in invoke_well(*arguments(place, tmp_path / "out", *more, steps=30)).stderr
-    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
-    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl", "step") for name in ("out", "whole"))
-    assert ours == theirs
+    check_bit_for_bit(tmp_path, "loss", "step")
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "whole"))
     assert same_weights(ours, theirs)
     assert not work.exists()
@@ -94,22 +98,18 @@ def test_sigterm_ends_it_after_the_step_under_way(place, tmp_path, monkeypatch, 
     with monkeypatch.context() as patch:
         patch.setattr(kind, method, signalled)
         outcome = adapt(place, tmp_path / "out", *more)
-    message = one_sentence(outcome)
-    assert f"stopped by a signal after step {saved}, which is saved" in message
-    assert "run the same command again to resume" in message
+    assert f"stopped by a signal after step {saved}, which is saved" in one_sentence(outcome)
     metrics = tmp_path / "out.ladderize-work" / "metrics.jsonl"
     assert len(read_metrics(metrics, "heldout_perplexity")) == 1 + validated
     assert not (tmp_path / "out").exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    other = adapt(place, tmp_path / "out", "--weight-decay", "0.5")
-    assert "another weight_decay (0.0, now 0.5); give the old value again, delete it" in one_sentence(other)
     np.save(tmp_path / "other.npy", np.load(place / "eval.npy")[:1])
-    other = adapt(place, tmp_path / "out", "--eval-data", tmp_path / "other.npy")
-    assert "another eval_data; give the old value again" in one_sentence(other)
+    files = ("--eval-data", tmp_path / "other.npy")
+    for name, change in {"weight_decay (0.0, now 0.5)": ("--weight-decay", 0.5), "eval_data": files}.items():
+        said = refused(place, tmp_path / "out", *change)
+        assert f"another {name}; give the old value again" in said
     assert adapt(place, tmp_path / "out", *more).code == 0
-    for key in ("loss", "heldout_perplexity"):
-        ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl", key) for name in ("out", "whole"))
-        assert ours == theirs
+    check_bit_for_bit(tmp_path, "loss", "heldout_perplexity")
     assert same_weights(all_tensors(tmp_path / "out"), all_tensors(tmp_path / "whole"))
 
 
@@ -157,8 +157,7 @@ def test_a_stream_beside_a_file_goes_on(place, tmp_path, monkeypatch):
     more += ["--lr-schedule", "constant"]  # a shorter run then makes the first steps of a longer one
     assert succeed(place, tmp_path / "whole", *more, steps=6)["data_counts"] == {}
     stopped_before_the_end(place, tmp_path / "out", *more, steps=4)
-    outcome = adapt(place, tmp_path / "out", *more, steps=6)
-    assert "resuming after step 4" in outcome.stderr
+    assert "resuming after step 4" in adapt(place, tmp_path / "out", *more, steps=6).stderr
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
     assert read_metrics(tmp_path / "out" / "metrics.jsonl", "lr") == [3e-3] * 6
 

@@ -1,6 +1,5 @@
 """The one formula of what a training takes, against the peaks of real steps, and what --dry-run says of it."""
 
-import json
 import random
 import weakref
 from unittest import mock
@@ -18,7 +17,7 @@ from ladderize.adapt.train.task import OTHER_BYTES, estimate
 from ladderize.console import SILENT
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from tests.helpers import invoke_well, listing, save_llama
+from tests.helpers import invoke_json, invoke_well, listing, save_llama
 from tests.train.commands import CPU, arguments
 
 ROWS, TOKENS = 4, 192  # of a micro-batch
@@ -68,7 +67,6 @@ class Peak(TorchDispatchMode):
 
 
 def state_of(model, teacher):
-    """Weights, gradients and moments."""
     for module in (model.student, teacher):
         for parameter in module.parameters() if module is not None else ():
             yield parameter
@@ -80,7 +78,6 @@ def state_of(model, teacher):
 
 
 def peak_and_estimate(options):
-    """Bytes of the second step of a training, and those that were estimated."""
     found, teachers = [], [None]
 
     def step(self, *given, original=Loop.step):
@@ -127,14 +124,11 @@ def test_the_estimate_is_the_peak_of_a_step(larger, tmp_path, model, more):
     assert 0.7 * peak <= expected <= 1.6 * peak, dtype
 
 
-def test_what_a_dry_run_says(place, tmp_path):
+def test_a_dry_run(place, tmp_path):
     given = [*arguments(place, None, model="upper", steps=3), "--dry-run", "--distill-from", place / "dense"]
-    said = invoke_well(*given).stdout
-    assert said.startswith("full: ")
-    assert ", 3 steps of 4 rows of 48 tokens, 4 at once. Memory of each process (1 in all): about 5" in said
-    assert "The data were not read" in " ".join(said.split())
+    assert ", 3 steps of 4 rows of 48 tokens, 4 at once. " in invoke_well(*given).stdout
     asking = invoke_well(*given, "--teacher-cache", tmp_path / "answers").stdout
     assert "while the dense model answers, each process holds it whole (149 kB)" in " ".join(asking.split())
-    document = json.loads(invoke_well(*given, "--json").stdout)
+    document = invoke_json(*given)
     assert document["memory_bytes"] == sum(document["memory_parts"].values())
     assert listing(tmp_path) == []

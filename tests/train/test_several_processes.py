@@ -4,7 +4,7 @@ import random
 import sys
 
 from tests import warm
-from tests.helpers import CLIPPED, invoke, listing, one_sentence
+from tests.helpers import CLIPPED, listing
 from tests.train.commands import arguments, check_same_run, succeed
 
 
@@ -91,11 +91,3 @@ def test_fsdp2_makes_the_steps_of_one_process_and_goes_on(qwen3, tmp_path):
     assert outcome.returncode == 0, outcome.stderr[-3000:]
     assert "resuming after step 2" in outcome.stderr
     check_same_run(tmp_path / "two", tmp_path / "one")
-
-
-def test_what_only_gpus_can_do_is_refused(place, tmp_path, monkeypatch):
-    """Accelerate would train without it and say nothing."""
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    outcome = invoke(*arguments(place, tmp_path / "out", steps=1))
-    assert "FSDP or DeepSpeed, which Accelerate runs on GPUs only" in one_sentence(outcome)
-    assert listing(tmp_path) == []

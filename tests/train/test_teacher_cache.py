@@ -12,8 +12,8 @@ from ladderize.adapt.train.states import read_metrics
 from ladderize.adapt.train.teacher_cache import answer
 from ladderize.checkpoint import tensors
 from ladderize.errors import UserError
-from tests.helpers import CLIPPED, all_tensors, listing, one_sentence
-from tests.train.commands import LENGTH, adapt, check_same_run, losses_of, same_weights, succeed
+from tests.helpers import CLIPPED, all_tensors, listing
+from tests.train.commands import LENGTH, check_same_run, losses_of, refused, same_weights, succeed
 from tests.train.test_several_processes import run_group
 
 
@@ -53,7 +53,7 @@ def test_a_killed_run_goes_on_and_a_longer_one_adds(place, tmp_path, small_parts
         return original(*given)
 
     with mock.patch.object(teacher_cache, "_answers", count):
-        assert "killed" in one_sentence(adapt(place, tmp_path / "out", *taught(place, answers), steps=2))
+        assert "killed" in refused(place, tmp_path / "out", *taught(place, answers), steps=2)
         succeed(place, tmp_path / "out", *taught(place, answers), steps=2)
         assert asked == [3, 3, 3, 3, 2]  # 8 rows to train on, whose last file is asked twice; 3 held out
         tokens = ["--max-tokens", 16 * LENGTH]
@@ -84,7 +84,7 @@ def test_refusals(place, tmp_path, small_parts):
     succeed(place, tmp_path / "first", *taught(place, answers), steps=1)
 
     def said(*more):
-        text = one_sentence(adapt(place, out, *more, steps=1))
+        text = refused(place, out, *more, steps=1)
         assert not out.exists()
         return text
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from ladderize.runtime.loader import CheckpointSource
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.weights import build_weights
 from tests import warm
-from tests.helpers import BIASES, CLIPPED, all_gone, edit_json, invoke_well, ranks_of, save_llama
+from tests.helpers import BIASES, CLIPPED, all_gone, edit_json, invoke_well, save_llama
 from tests.train.commands import LENGTH, arguments, losses_of
 from tests.training_groups import retrain_all
 
@@ -73,7 +74,6 @@ def models(place, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(models, place, tmp_path_factory):
-    """The same runs by one process, on the Hugging Face model."""
     folder = tmp_path_factory.mktemp("alone")
     for name, more in RUNS.items():
         adapt_checkpoint(options(place, models[name], folder / name, **more(place)))
@@ -95,7 +95,6 @@ def same_run(ours, theirs, *, tolerance=1e-4):
 
 
 def run_on(ranks, *runs):
-    """``runs`` in a new group of ranks."""
     return launch.run(retrain_all, runs, tp_size=ranks, device="cpu", threads=1)
 
 
@@ -109,7 +108,6 @@ def nothing_left(results):
 
 @pytest.fixture(scope="module")
 def two(models, place, tmp_path_factory):
-    """The runs of two ranks, in one group."""
     folder, runs = tmp_path_factory.mktemp("two"), []
     for name, more in RUNS.items():
         schedule = SEQUENTIAL if name == "full" else DOMINO
@@ -152,7 +150,6 @@ def test_a_teacher_takes_what_is_frozen_and_equal(tmp_path, tied):
 
 
 def test_two_by_two_ranks_make_the_steps_of_one(place, alone, tmp_path):
-    """Data parallel beside tensor parallel."""
     more = {**taught(place), "micro_batch_size": 1}
     nothing_left(run_on(4, (options(place, place / "both", tmp_path / "out", 2, **more), {})))
     same_run(tmp_path / "out", alone / "taught")
@@ -171,12 +168,23 @@ def test_nan_on_one_rank_stops_all_and_names_the_step(place, tmp_path):
 
 
 def test_a_killed_run_goes_on(place, alone, tmp_path):
-    """With the states of every rank, and the uninterrupted run's steps."""
     run = options(place, place / "both", tmp_path / "out", 2, DOMINO, **taught(place))
     (by_rank,) = run_on(2, (run, {"kill_at": 4}))
     assert {ended for ended, _ in by_rank} == {"Killed: after step 4"}
     nothing_left(run_on(2, (run, {})))
     assert losses_of(tmp_path / "out") == pytest.approx(losses_of(alone / "taught"), rel=1e-4)
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The ranks that a process has started: they are forked from a server. Linux only."""
+
+    def children(parent: int) -> list[int]:
+        return list(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
+
+    try:
+        return [rank for server in children(pid) for rank in children(server)]
+    except FileNotFoundError:
+        return []
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(place, tmp_path, capfd):
