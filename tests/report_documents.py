@@ -167,7 +167,6 @@ def write_sweep(folder: Path, right: Mapping[str, Sequence[bool]]) -> None:
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """Read a point's name: its layout, tokens, and how it was adapted."""
     layout, tokens, adapted = (*name.split("-"), "", "")[:3]
     return layout, tokens, (adapted.replace("+", " + ") or "full") if tokens else "none"
 

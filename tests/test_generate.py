@@ -67,9 +67,6 @@ def test_eos_ids_are_all_of_generation_config(llama):
     assert eos_ids(spec) == (7, 8)
 
 
-# ---- the command ----
-
-
 def test_weights_that_are_no_numbers(tmp_path):
     model = load(MODEL)
     with torch.no_grad():

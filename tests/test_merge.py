@@ -93,9 +93,6 @@ def refused(adapter, out, *options):
     return refusal("merge", adapter, out, "--no-verify", *options)
 
 
-# ---- the adapter ----
-
-
 def test_the_folder_is_what_peft_writes(pair, tmp_path):
     base, adapter = pair
     model = PeftModel.from_pretrained(ladderize.load(base), adapter)
@@ -110,9 +107,6 @@ def test_the_folder_is_what_peft_writes(pair, tmp_path):
     assert (document["method"], document["base"]["model"]) == ("lora", str(base))
     assert document["base"]["attention_sync"] == ["dropped"] * 4
     assert "is a PEFT adapter; `ladderize merge" in refusal("inspect", adapter)
-
-
-# ---- merging ----
 
 
 def foreign(base, out, *, rows=None, scale=0.2, **config):
@@ -333,9 +327,6 @@ def test_the_base_that_another_tool_names(pair, tmp_path):
         edit_json(adapter / "adapter_config.json", base_model_name_or_path=name)
         assert re.search(message, refused(adapter, tmp_path / "other"))
     invoke_well("merge", adapter, tmp_path / "other", "--no-verify", "--base", base)
-
-
-# ---- what is refused ----
 
 
 def edit_tensors(adapter, name, change, new_name=None):

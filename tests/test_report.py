@@ -66,9 +66,6 @@ def refused(*arguments, out):
     return one_sentence(invoke("report", *arguments, "--out", out / "page.html"))
 
 
-# ---- what it claims ----
-
-
 def test_the_fastest_within_the_margin_is_recommended(files):
     text, best = answer_of(files)
     assert best == "ladder"
@@ -186,9 +183,6 @@ def test_perplexities_and_their_changes_against_a_bootstrap(tmp_path):
     assert drawn["ladder"] == pytest.approx(np.log(ratios).tolist(), abs=near / dense)
 
 
-# ---- whose times a model has ----
-
-
 @pytest.mark.parametrize(
     ("case", "note"),
     [("timed alone", "aligned those of older."), ("timed itself", None), ("other virtual ranks", None)],
@@ -227,8 +221,6 @@ def test_a_model_that_failed_the_check_has_no_times(tmp_path):
         assert (why in content.remarks) == bool(failed)
         assert all(one.timings for one in content.models if one is not twin)
 
-
-# ---- a sweep ----
 
 LATE = StageState("adapt", "", "not promoted", message="it is not among the 1 best")
 
@@ -346,11 +338,7 @@ def test_a_retraining_is_drawn_by_its_divergence(tmp_path):
     assert "Dashed: the dense model, 3.4." in page.plots[-1].caption
 
 
-# ---- the plot of the trade-off ----
-
-
 def test_the_front_is_what_nothing_else_dominates():
-    """Against the definition, pair by pair."""
     rng = fresh_rng()
     for count in (0, 1, 2, 30):
         points = [tuple(map(float, pair)) for pair in rng.integers(0, 6, (count, 2))]  # small numbers: many ties
@@ -372,9 +360,6 @@ def test_no_model_takes_the_height_of_the_others(measure):
     heights = np.sort(sizes if measure.more_is_better else -sizes)
     assert np.diff(heights).max() < 0.4 * np.ptp(heights)
     assert heights[-1] == pytest.approx(0.0, abs=0.2)  # dense or better is on top
-
-
-# ---- the files that are written ----
 
 
 class Reader(HTMLParser):
@@ -437,8 +422,6 @@ def test_what_documents_say_is_text_and_nothing_else(tmp_path):
         assert not re.search("[\x07\x1b\u202e]", (tmp_path / name).read_text())
     assert not re.search("<script|<img", (tmp_path / "p.md").read_text())
 
-
-# ---- what it refuses ----
 
 ROWS = bench_document(layouts(), SPEEDUPS)["rows"]
 OTHERS = [{**row, "model": f"others/{row['model']}"} for row in ROWS]
