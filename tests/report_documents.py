@@ -66,28 +66,22 @@ def comparison(reference: str, other: str, points: float, spread: float, margin:
         low=-points / 20 - 0.02, high=-points / 20 + 0.02,
     )  # fmt: skip
     predictions = Predictions(reference, 0.01, 0.009, 0.011, 0.2, 0.97, 6400)
-    document = ComparisonDocument(reference, other, margin, tasks, overall, perplexity, predictions)
-    return document.to_dict()
+    return ComparisonDocument(reference, other, margin, tasks, overall, perplexity, predictions).to_dict()
 
 
 def eval_document(
     models: Mapping[str, Layout], points: Mapping[str, float], *, spread: float = 0.5, margin: float = 1.0
 ) -> dict[str, Any]:
     """results.json. points: of each model but the first, its difference to that."""
-    names = list(models)
     entries = []
     for name, layout in models.items():
-        value = DENSE_ACCURACY + points.get(name, 0.0) / 100
-        harness = {
-            "results": {task: {"alias": task, "acc,none": value, "acc_stderr,none": 0.02} for task in TASKS},
-            "group_subtasks": {},
-            "lm_eval_version": "0.4.13",
-        }
+        scores = {"acc,none": DENSE_ACCURACY + points.get(name, 0.0) / 100, "acc_stderr,none": 0.02}
+        results = {task: {"alias": task, **scores} for task in TASKS}
+        harness = {"results": results, "group_subtasks": {}, "lm_eval_version": "0.4.13"}
         entries.append(ModelResult(_evaluated(model_path(name), layout), harness))
-    results = EvalResults({"tasks": list(TASKS), "limit": 500}, entries)
-    first = model_path(names[0])
-    compared = [comparison(first, model_path(name), points[name], spread, margin) for name in names[1:]]
-    return {**results.to_dict(), "comparisons": compared}
+    first, *others = models
+    compared = [comparison(model_path(first), model_path(name), points[name], spread, margin) for name in others]
+    return {**EvalResults({"tasks": list(TASKS), "limit": 500}, entries).to_dict(), "comparisons": compared}
 
 
 def _evaluated(model: str, layout: Layout) -> EvaluatedModel:
@@ -102,26 +96,21 @@ def bench_document(
     speedups: Mapping[str, float],
     *,
     emulated: bool = False,
-    batches: tuple[int, ...] = (1,),
+    batches: Any = (1,),
 ) -> dict[str, Any]:
     """bench.json. speedups: of each model but the first."""
-    options = BenchOptions(**{"emulate_tp" if emulated else "tp_size": 2}, batch_sizes=batches, device="cpu")
-    rows = [
-        _row(model_path(name), layout, speedups.get(name, 1.0), batch)
-        for batch in batches
-        for name, layout in models.items()
-    ]
-    document = BenchDocument(
+    options = BenchOptions(**{"emulate_tp" if emulated else "tp_size": 2}, batch_sizes=tuple(batches), device="cpu")
+    rows = [_row(name, layout, speedups.get(name, 1.0), size) for size in batches for name, layout in models.items()]
+    return BenchDocument(
         complete=True, options=options, link=Link("nccl_pcie", 20.0, 10.0) if emulated else None,
         backend="none" if emulated else "shm: all ranks are on this host",
         environment=Environment("cpu", "a processor", 2, 1, "3.11.7", "2.13.0", "5.23.0", "Linux 6", 1, {}),
         checks={}, alone_ms={}, rows=rows, failed={},
-    )  # fmt: skip
-    return document.to_dict()
+    ).to_dict()  # fmt: skip
 
 
-def _row(model: str, layout: Layout, speedup: float, batch: int) -> BenchRow:
-    interval = [speedup - 0.02, speedup + 0.02]
+def _row(name: str, layout: Layout, speedup: float, batch: int) -> BenchRow:
+    model, interval = model_path(name), [speedup - 0.02, speedup + 0.02]
     prefill, decode = 40.0 / speedup, 5.0 / speedup
     part = PhaseCommunication(
         all_reduces=16, bytes=4096, no_communication_ms=0.7 * decode, alone_ms=1.5, exposed_ms=0.3 * decode,
@@ -172,15 +161,12 @@ def write_sweep(folder: Path, right: Mapping[str, Sequence[bool]]) -> None:
         timed[layout] = models[layout]
         points.append(_point(name, models[layout], f"{place}/results.json"))
     write_document(folder / "bench.json", bench_document(timed, {"ladder": 1.25, "spd": 1.4}, batches=(1, 4)))
-    document = SweepDocument(
-        model="models/dense", command="ladderize sweep sweep.yaml", complete=True, margin=2.0, points=points,
-        stages=[], benches=["bench.json"],
-    )  # fmt: skip
+    same = {"command": "ladderize sweep sweep.yaml", "complete": True, "stages": [], "benches": ["bench.json"]}
+    document = SweepDocument(model="models/dense", margin=2.0, points=points, **same)
     write_document(folder / "sweep.json", document.to_dict())
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """Read a point's name: its layout, tokens, and how it was adapted."""
     layout, tokens, adapted = (*name.split("-"), "", "")[:3]
     return layout, tokens, (adapted.replace("+", " + ") or "full") if tokens else "none"
 

@@ -31,10 +31,7 @@ ENDS = {5, 11}  # of the model with random weights
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The demo's model with a chat template."""
-    folder = shutil.copytree(MODEL, tmp_path_factory.mktemp("answers") / "model")
-    (folder / "chat_template.jinja").write_text(PLAIN)
-    return folder
+    return with_template(MODEL, PLAIN, tmp_path_factory.mktemp("answers") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +44,13 @@ def tokenizer(model):
     return load_tokenizer(model)
 
 
-def words_of(model, out, batch, options):
+def words_of(model, out, **options):
     more = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
-    sizes = ["--concurrency", batch, "--max-new-tokens", LENGTH, "--dtype", "float32"]
-    return ["generate", model, "--out", out, *sizes, *more]
+    return ["generate", model, "--out", out, "--max-new-tokens", LENGTH, "--dtype", "float32", *more]
 
 
 def command(model, prompts, out, *, batch=2, **options):
-    return [*words_of(model, out, batch, options), "--prompt-file", prompts]
+    return [*words_of(model, out, concurrency=batch, **options), "--prompt-file", prompts]
 
 
 def rows_of(path):
@@ -62,7 +58,6 @@ def rows_of(path):
 
 
 def answer(*arguments, **options):
-    """The rows that a run writes."""
     invoke_well(*command(*arguments, **options))
     return rows_of(arguments[2])
 
@@ -94,15 +89,12 @@ def one_at_a_time(whole, prompt, sampling, number):
     return ids[len(prompt) :]
 
 
-def some_text(*genres):
-    return next(items(random.choice(genres), 1, test=False, seed=random.randrange(1 << 30))).prompt
-
-
 def questions(whole, tokenizer, count, new_ids):
     """Rows of all kinds and lengths with the ids of their answers, where no answer lies on the border to another."""
     found = []
     while len(found) < count:
-        text = some_text("agreement", "arithmetic", "copying", "stories")
+        genre = random.choice(("agreement", "arithmetic", "copying", "stories"))
+        text = next(items(genre, 1, test=False, seed=random.randrange(1 << 30))).prompt
         turns = [{"role": "user", "content": text}]
         if random.random() < 0.5:
             turns = [{"role": "system", "content": "be kind"}, *turns]
@@ -116,7 +108,8 @@ def questions(whole, tokenizer, count, new_ids):
 
 @pytest.fixture(scope="module")
 def greedy(whole, tokenizer):
-    """20 questions, and what transformers' generate makes of each alone. Some answers end, and some are cut off."""
+    """20 questions, what transformers' generate makes of each alone, and how it ended: not all in one way."""
+    eos = tokenizer.eos_token_id
 
     def new_ids(ids, number):
         made = whole.generate(torch.tensor([ids]), max_new_tokens=LENGTH, do_sample=False, pad_token_id=0)
@@ -124,22 +117,12 @@ def greedy(whole, tokenizer):
 
     while True:
         rows, made = questions(whole, tokenizer, 20, new_ids)
-        if {reason for _, reason in texts_of(tokenizer, rows, made)} == {"stop", "length"}:
-            return rows, made
-
-
-def texts_of(tokenizer, rows, made):
-    eos = tokenizer.eos_token_id
-    return [
-        (expected_text(tokenizer, prompt_ids(tokenizer, row), new), "stop" if new[-1] == eos else "length")
-        for row, new in zip(rows, made, strict=True)
-    ]
-
-
-@pytest.fixture(scope="module")
-def texts(greedy, tokenizer):
-    """Of the same, their answers and how they ended."""
-    return texts_of(tokenizer, *greedy)
+        texts = [
+            (expected_text(tokenizer, prompt_ids(tokenizer, row), new), "stop" if new[-1] == eos else "length")
+            for row, new in zip(rows, made, strict=True)
+        ]
+        if {reason for _, reason in texts} == {"stop", "length"}:
+            return rows, texts
 
 
 @pytest.fixture
@@ -147,17 +130,14 @@ def prompts(greedy, tmp_path):
     return write_jsonl(tmp_path / "prompts.jsonl", greedy[0])
 
 
-# ---- what is answered ----
-
-
 @pytest.mark.parametrize(("tp_size", "batch"), [(1, 64), (2, 3)])
-def test_greedy_answers_are_those_of_transformers(model, greedy, texts, prompts, tmp_path, tp_size, batch):
+def test_greedy_answers_are_those_of_transformers(model, greedy, prompts, tmp_path, tp_size, batch):
     """Prompts of all lengths side by side, in one batch and in several, in the file's order."""
-    out = tmp_path / "out.jsonl"
-    how = {"batch": batch, "temperature": 0, "tp_size": tp_size}
-    document, rows = invoke_json(*command(model, prompts, out, **how)), rows_of(out)
+    out, (asked, texts) = tmp_path / "out.jsonl", greedy
+    words = command(model, prompts, out, batch=batch, temperature=0, tp_size=tp_size)
+    document, rows = invoke_json(*words), rows_of(out)
     assert [(answer_of(row), row["finish_reason"]) for row in rows] == texts
-    for row, question in zip(rows, greedy[0], strict=True):
+    for row, question in zip(rows, asked, strict=True):
         assert list(row)[-3:] == ["input_ids", "loss_mask", "finish_reason"]
         if "prompt" in question:
             assert row["prompt"] == question["prompt"]
@@ -219,9 +199,14 @@ def test_rows_of_all_kinds(model, tmp_path):
     assert [row["prompt"] for row in answer(model, mixed, tmp_path / "some.jsonl", batch=40)] == ["the cat"] * 38
 
 
+def with_template(model, template, folder):
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
 def test_a_template_sees_the_day_that_training_shows_it(model, tmp_path):
-    folder = shutil.copytree(model, tmp_path / "m")
-    (folder / "chat_template.jinja").write_text("{{ raise_exception(date_string) }}")
+    folder = with_template(model, "{{ raise_exception(date_string) }}", tmp_path / "m")
     prompts = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
     assert "(26 Jul 2024)" in refusal(*command(folder, prompts, tmp_path / "out.jsonl"))
 
@@ -229,8 +214,7 @@ def test_a_template_sees_the_day_that_training_shows_it(model, tmp_path):
 @pytest.mark.parametrize("template", [PLAIN, R1], ids=["plain", "drops thoughts"])
 def test_training_reads_the_ids_of_the_answers(model, prompts, tmp_path, template):
     """Of what the model was asked and what it wrote, which alone is scored; the template may give back neither."""
-    folder = shutil.copytree(model, tmp_path / "m")
-    (folder / "chat_template.jinja").write_text(template)
+    folder = with_template(model, template, tmp_path / "m")
     tokenizer = load_tokenizer(folder)
     for row in answer(folder, prompts, tmp_path / "out.jsonl", temperature=0):
         asked = {**row, "messages": row["messages"][:-1]} if "messages" in row else row
@@ -243,8 +227,7 @@ def test_training_reads_the_ids_of_the_answers(model, prompts, tmp_path, templat
 
 
 def test_tools_are_the_templates_and_stay_in_the_answers(model, tmp_path):
-    folder = shutil.copytree(model, tmp_path / "m")
-    (folder / "chat_template.jinja").write_text(TOOLS)
+    folder = with_template(model, TOOLS, tmp_path / "m")
     tokenizer, tools = load_tokenizer(folder), [{"type": "function", "function": {"name": "f"}}]
     asked = {"messages": TURNS[:2], "tools": tools, "chat_template_kwargs": {"mood": "sad"}}
     (row,) = answer(folder, write_jsonl(tmp_path / "a.jsonl", [asked]), tmp_path / "out.jsonl")
@@ -263,11 +246,8 @@ def test_the_space_that_an_answer_begins_with_is_kept(stories):
     assert answer_text(tokenizer, ids[:3], ids[3:]) == " a time"
 
 
-# ---- texts from BOS ----
-
-
 def from_bos(model, out, samples=10, *, batch=4, **options):
-    return [*words_of(model, out, batch, options), "--from-bos", "--num-samples", samples]
+    return [*words_of(model, out, concurrency=batch, **options), "--from-bos", "--num-samples", samples]
 
 
 def write(*arguments, **options):
@@ -314,9 +294,6 @@ def test_text_is_the_ids_without_special_tokens(tmp_path):
         assert line["text"] == tokenizer.decode(line["input_ids"], skip_special_tokens=True)
 
 
-# ---- unfinished work ----
-
-
 def lines_of(out):
     return out.with_name(f"{out.name}.ladderize-work") / LINES
 
@@ -355,6 +332,7 @@ def test_goes_on_wherever_the_lines_end(source, unfinished, tmp_path_factory):
 
 def test_goes_on_in_batches_of_another_size_and_to_more_samples(source, unfinished, monkeypatch):
     out, whole = unfinished
+    assert "unfinished work of a run with another seed (0, now 1)" in refusal(*from_bos(source, out, seed=1))
     written = []
     monkeypatch.setattr(
         generate_file, "append_rows", lambda path, rows: (written.append(len(rows)), append_rows(path, rows))
@@ -363,10 +341,6 @@ def test_goes_on_in_batches_of_another_size_and_to_more_samples(source, unfinish
     assert written == [2, 3]  # 8 and 9, then 10 to 12: nothing is made twice
     assert more[:10] == ids_of(whole)
     assert len(more) == 13
-
-
-def test_another_run_does_not_touch_the_firsts_work(source, unfinished):
-    assert "unfinished work of a run with another seed (0, now 1)" in refusal(*from_bos(source, unfinished[0], seed=1))
 
 
 def test_kill_9_at_any_moment(source, tmp_path):
@@ -384,45 +358,32 @@ def test_kill_9_at_any_moment(source, tmp_path):
     assert listing(tmp_path) == ["self.jsonl", "whole.jsonl"]
 
 
-def test_a_file_is_never_replaced(source, tmp_path):
-    out = tmp_path / "self.jsonl"
-    out.write_text("precious")
-    assert "already exists; choose another name, or delete it" in refusal(*from_bos(source, out))
-    assert out.read_text() == "precious"
-    assert listing(tmp_path) == ["self.jsonl"]
-
-
-# ---- what is wrong ----
-
 FILE, BOS = ["--prompt-file", "x.jsonl"], ["--from-bos", "--num-samples", 3]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give one of --prompt TEXT, --prompt-file FILE to answer many, or --from-bos"),
-        (["--from-bos", "--out", "x.jsonl"], "--from-bos needs --num-samples N"),
-        (FILE, "need --out FILE"),
-        ([*BOS, "--out", "x.jsonl", "--temperature", 0], "it takes no --chat, and a --temperature above 0"),
-    ],
-)
-def test_bad_usage(arguments, message):
-    assert message in refusal("generate", MODEL, *arguments, code=2)
+USAGE = {
+    "give one of --prompt TEXT, --prompt-file FILE to answer many, or --from-bos": [],
+    "--from-bos needs --num-samples N": ["--from-bos", "--out", "x.jsonl"],
+    "need --out FILE": FILE,
+    "it takes no --chat, and a --temperature above 0": [*BOS, "--out", "x.jsonl", "--temperature", 0],
+}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"text": "x"}\n\n{"text"\n', "a.jsonl, line 3: is not JSON"),
-        ('{"text": "x"}\n{"text": "' + "the cat " * 300 + '"}\n', "line 2: a prompt of"),
-    ],
-)
-def test_files_that_cannot_be_used(model, tmp_path, content, message):
-    path = tmp_path / "a.jsonl"
-    path.write_text(content)
-    before = listing(tmp_path)
-    assert message in refusal(*command(model, path, tmp_path / "out.jsonl"))
-    assert listing(tmp_path) == before
+@pytest.mark.parametrize("message", USAGE)
+def test_bad_usage(message):
+    assert message in refusal("generate", MODEL, *USAGE[message], code=2)
+
+
+def test_files_that_cannot_be_used(model, tmp_path):
+    path, out = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    too_long = '{"text": "' + "the cat " * 300 + '"}\n'
+    for line, message in (('\n{"text"\n', "line 3: is not JSON"), (too_long, "line 2: a prompt of")):
+        path.write_text('{"text": "x"}\n' + line)
+        assert message in refusal(*command(model, path, out))
+    out.write_text("precious")
+    assert "already exists; choose another name, or delete it" in refusal(*command(model, path, out))
+    assert out.read_text() == "precious"
+    assert listing(tmp_path) == ["a.jsonl", "out.jsonl"]
 
 
 def test_a_run_that_made_nothing_leaves_nothing(model, prompts, tmp_path, monkeypatch):

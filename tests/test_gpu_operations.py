@@ -71,8 +71,6 @@ PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("linear", "mm", "
 
 
 class Counted(TorchDispatchMode):
-    """Counts the calls of some operations."""
-
     def __init__(self, *functions):
         super().__init__()
         self.functions, self.count = functions, 0

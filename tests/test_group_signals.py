@@ -47,10 +47,9 @@ def numbers(folder):
     return [int(text) for file in sorted(folder.glob("*.pid")) if (text := file.read_text())]
 
 
-def catches(pid, number):
-    """Whether a process has a handler for a signal."""
+def catches_sigterm(pid):
     (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-    return bool(int(caught, 16) >> (number - 1) & 1)
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def test_signals_and_deaths(tmp_path):
@@ -70,7 +69,7 @@ def test_signals_and_deaths(tmp_path):
     leader = warm.WarmProcess([sys.executable, "-c", LEADER, tmp_path, *seconds])
     for number, (signals, whom, _, raised, saved) in enumerate(scenarios):
         folder = tmp_path / str(number)
-        warm.wait_until(lambda: len(numbers(folder)) == 2 and catches(leader.pid, signal.SIGTERM), leader)  # noqa: B023
+        warm.wait_until(lambda: len(numbers(folder)) == 2 and catches_sigterm(leader.pid), leader)  # noqa: B023
         ranks = numbers(folder)
         for place, signal_number in enumerate(signals):
             os.kill(leader.pid if whom == "leader" else ranks[1], signal_number)

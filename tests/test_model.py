@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from ladderize.families.registry import family_of
@@ -123,7 +124,6 @@ def test_static_cache(name):
 @pytest.mark.parametrize("reentrant", [None, True, False])
 @pytest.mark.parametrize("name", ["ladder all", "spd with biases", "same layer delayed with biases"])
 def test_gradients_equal_the_oracles(name, reentrant):
-    """Also with gradient checkpointing of both kinds."""
     model, ids = make_model(name).double().train(), random_ids(2, 7)
     if reentrant is not None:
         model.enable_input_require_grads()  # what reentrant checkpointing needs
@@ -151,15 +151,12 @@ def test_fullgraph_compile(name):
 
 def test_dropped_layers_cost_the_products_of_a_dense_one():
     """FLOPs of matrix products, counted by torch: dropping a sync point adds none, whatever the number of ranks."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    flops = {}
-    ids = random_ids(1, 16)
+    flops = []
     for name in ("dense", "spd all 2", "spd more ranks than kv heads"):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            make_model(name)(ids, use_cache=False)
-        flops[name] = counter.get_total_flops()
-    assert len(set(flops.values())) == 1, flops
+            make_model(name)(random_ids(1, 16), use_cache=False)
+        flops.append(counter.get_total_flops())
+    assert len(set(flops)) == 1, flops
 
 
 def test_label_smoothing_is_that_of_a_llama(tmp_path):
@@ -171,4 +168,4 @@ def test_label_smoothing_is_that_of_a_llama(tmp_path):
     arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, report_to=[], use_cpu=True)
     inputs = [{"input_ids": ids, "labels": ids.clone()} for _ in range(2)]
     losses = [Trainer(one, arguments).compute_loss(one, own) for one, own in zip((model, llama), inputs, strict=True)]
-    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(*losses)

@@ -19,7 +19,6 @@ def _few_resamples(monkeypatch):
 
 
 def answers(rng: np.random.Generator, samples: int, worse: float, better: float) -> np.ndarray:
-    """Differences of 0/1 answers, of which some changed."""
     return rng.choice([-1.0, 0.0, 1.0], samples, p=[worse, 1 - worse - better, better])
 
 

@@ -63,7 +63,6 @@ def test_merged_and_unmerged_are_equal(name, options, slow_calls):
 
 
 def gradients(model, ids):
-    model.zero_grad()
     model(input_ids=ids, labels=ids).loss.backward()
     return {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.requires_grad}
 

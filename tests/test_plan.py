@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -21,22 +20,11 @@ from ladderize.plan.rows import measured_loss
 from ladderize.plan.run import PlanResult
 from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.shards import read_shape
-from tests.helpers import (
-    SHAPE,
-    blocks_of,
-    edit_json,
-    fresh_rng,
-    invoke,
-    invoke_json,
-    invoke_well,
-    one_sentence,
-    save_llama,
-)
+from tests.helpers import ROOT, SHAPE, blocks_of, fresh_rng, invoke, invoke_json, invoke_well, one_sentence, save_llama
 from tests.quantised import save_quantised
 from tests.test_sensitivity import oracle_nll
 
 H100 = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "8")
-ROOT = Path(__file__).parent.parent
 TINY = ("--prompt-len", "12", "--output-len", "9")
 
 
@@ -48,23 +36,15 @@ def dense(tmp_path_factory):
 @pytest.fixture
 def hardware(tmp_path):
     """A file of a device and a link with random figures, which were "calibrated" with 2 and 4 ranks."""
-    rng = fresh_rng()
+    uniform, calibrated = random.uniform, {"calibrated": True, "source": "a test"}
     device = {
-        "name": "box", "memory_bandwidth_gb_s": float(rng.uniform(10, 3000)),
-        "matmul_tflop_s": {"float32": float(rng.uniform(0.1, 100)), "bfloat16": float(rng.uniform(0.1, 900))},
-        "memory_gib": 1.0, "bandwidth_share": float(rng.uniform(0.3, 1)), "matmul_share": float(rng.uniform(0.3, 1)),
-        "kernel_us": float(rng.uniform(0, 5)), "thin_us": float(rng.uniform(0, 5)),
-        "launch_us": float(rng.uniform(0, 5)), "relative_error": 0.05, "speeds": random.choice(list(known_engines())),
-        "calibrated": True, "source": "a test",
+        "name": "box", "memory_bandwidth_gb_s": uniform(10, 3000), "memory_gib": 1.0, "relative_error": 0.05,
+        "matmul_tflop_s": {"float32": uniform(0.1, 100), "bfloat16": uniform(0.1, 900)}, "kernel_us": uniform(0, 5),
+        "bandwidth_share": uniform(0.3, 1), "matmul_share": uniform(0.3, 1), "thin_us": uniform(0, 5),
+        "launch_us": uniform(0, 5), "speeds": random.choice(list(known_engines())), **calibrated,
     }  # fmt: skip
-    rows = [
-        {"ranks": ranks, "alpha_us": float(rng.uniform(1, 90)), "bus_gb_s": float(rng.uniform(0.1, 300))}
-        for ranks in (2, 4)
-    ]
-    link = {
-        "name": "wire", "rows": rows, "contention": float(rng.uniform(0, 0.5)), "relative_error": 0.1,
-        "calibrated": True, "source": "a test",
-    }  # fmt: skip
+    rows = [{"ranks": ranks, "alpha_us": uniform(1, 90), "bus_gb_s": uniform(0.1, 300)} for ranks in (2, 4)]
+    link = {"name": "wire", "rows": rows, "contention": uniform(0, 0.5), "relative_error": 0.1, **calibrated}
     path = tmp_path / "box.yaml"
     path.write_text(yaml.safe_dump({"device": device, "link": link}))
     return path
@@ -78,23 +58,12 @@ def planned(*arguments):
     return PlanResult.from_dict(invoke_json("plan", *arguments), "plan.json")
 
 
-def edited(path, key, **changes):
-    content = yaml.safe_load(path.read_text())
-    content[key] |= changes
-    path.write_text(yaml.safe_dump(content))
-    return path
-
-
-# ---- its figures ----
-
-
 def test_a_quantised_checkpoint_is_planned_as_fp8(tmp_path):
     source = save_quantised(tmp_path / "fp8", fresh_rng().choice(["FP8 dynamic", "FP8 blocks", "modelopt"]))
     words = (*H100[:-1], "2", *TINY, "--dtype", "bfloat16")
     assert "bfloat16, FP8 weights; prompt 12" in invoke("plan", source, *words).stdout
     other = save_quantised(tmp_path / "others", "W4A16")
-    error = one_sentence(invoke("plan", other, *words))
-    assert "known of floats and of FP8, but its weights are others (compressed-tensors pack-quantized)" in error
+    assert "(compressed-tensors pack-quantized)" in one_sentence(invoke("plan", other, *words))
     # compute gets shorter and messages do not: ladder wins more of a large model, whose weights need half
     shape = tmp_path / "config.json"
     shape.write_text(json.dumps({**read_shape("70b"), "quantization_config": {"quant_method": "fp8"}}))
@@ -125,10 +94,7 @@ def test_rows_and_bands_of_a_known_shape():
         losses = {name: row.loss for name, row in rows.items() if row.loss is not None}
         assert list(losses) == [*shares, "ladder", "delayed"]
         assert [loss.needs_long_training for loss in losses.values()] == [False] * 3 + [True] * 2
-
-
-def test_rows_that_the_ranks_or_the_family_cannot_run_are_left_out():
-    """Without --layout; a layout that is named is refused."""
+    # what 3 virtual ranks cannot run is left out; a layout that is named is refused
     rows = planned("--shape", "70b", *H100, "--sync-tp-size", "3").rows
     assert [row.name for row in rows[:4]] == ["dense", "ladder=40:80", "ladder", "no-comm"]
 
@@ -146,9 +112,6 @@ def test_losses_are_those_that_were_measured():
     assert measured_loss(both).points == pytest.approx(models["spd-delayed+align"]["points"]["value"])
     for unknown in ("spd", "spd+ladder", "ladder=8:30", "dense"):
         assert measured_loss(named_layout(unknown, 30, 3)) is None
-
-
-# ---- its links ----
 
 
 @pytest.mark.parametrize(
@@ -214,19 +177,9 @@ def test_memory_is_that_of_the_tensors(dense, hardware):
     assert needs["delayed"] - needs["spd"] == (12 + 9) * one_token
 
 
-# ---- what it says ----
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--link", "0,1e6", "--tp-size", "2"), "Not worth it: dense waits for all-reduces 0.0% of its time."),
-        (("--tp-size", "1"), "Nothing to gain: one rank sends nothing."),
-    ],
-)
-def test_where_nothing_waits_converting_is_not_worth_it(arguments, sentence):
-    (verdict,) = planned("--shape", "8b", *H100[:2], *arguments).verdicts
-    assert (verdict.worth, verdict.sentence) == ("no", sentence)
+@pytest.mark.parametrize("arguments", [("--link", "0,1e6", "--tp-size", "2"), ("--tp-size", "1")], ids=" ".join)
+def test_where_nothing_waits_converting_is_not_worth_it(arguments):
+    assert [verdict.worth for verdict in planned("--shape", "8b", *H100[:2], *arguments).verdicts] == ["no"]
     assert "next: " not in invoke("plan", "--shape", "8b", *H100[:2], *arguments).stdout
 
 
@@ -264,26 +217,19 @@ def test_verdicts(arguments, worth, sentence):
     assert (by_speed, by_speed and surely) == (worth != "no", worth == "yes")
 
 
-def test_what_does_not_fit_is_said_first():
+def test_what_does_not_fit_has_no_speeds():
     where = ("--shape", "405b", "--hardware", "h100-sxm", "--tp-size", "4")
-    result, lines = planned(*where), invoke("plan", *where).stdout.splitlines()
-    need = result.rows[0].memory_need_bytes / 1e9
-    sentence = f"It does not fit: each rank needs {need:.0f} GB or more; the smallest --tp-size that fits is 16."
-    assert lines[2] == f"4 x h100-sxm, batch 1: {sentence}"
-    assert not [line for line in lines if "speed-up" in line]  # no speeds of what cannot run
+    lines = invoke("plan", *where).stdout.splitlines()
+    assert lines[2].endswith("the smallest --tp-size that fits is 16.")
+    assert not [line for line in lines if "speed-up" in line]
     assert planned(*where[:-1], "16", "--outer-link", "20,100").rows[0].fits
 
 
-@pytest.mark.parametrize(
-    ("options", "doubt"),
-    [
-        (("--speeds", "published", "--prompt-len", "8000"), "published writes all attention scores of a prompt to"),
-        (("--link", "nccl_pcie"), "nccl_pcie was not timed at 8.39 MB: its part of the bands is wide"),
-    ],
-)
-def test_doubts_are_said_where_they_belong(options, doubt):
+@pytest.mark.parametrize("options", [("--speeds", "published", "--prompt-len", "8000"), ("--link", "nccl_pcie")])
+def test_doubts_are_said_where_they_belong(options):
+    """Of attention scores that are written to memory, and of sizes of messages that were not timed."""
     where = ("--shape", "8b", "--hardware", "h100-sxm", "--tp-size", "4", "--layout", "dense", "--link", "20,100")
-    assert doubt in invoke("plan", *where, *options).stdout
+    assert any(options[1] in doubt for doubt in planned(*where, *options).doubts)
     assert planned(*where).doubts == []
 
 
@@ -300,10 +246,10 @@ def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
     assert "wire was not timed at 8 ranks (extrapolated from 2 and 4 ranks)" in outcome.stdout
     assert "batch 1 (calibrated)" in outcome.stdout
     assert "batch 1 (predicted)" in outcome.stdout
+    content = yaml.safe_load(hardware.read_text())
     for key in ("link", "device"):
-        edited(hardware, key, calibrated=False)
+        hardware.write_text(yaml.safe_dump({**content, key: {**content[key], "calibrated": False}}))
         assert basis("2") == {"predicted"}
-        edited(hardware, key, calibrated=True)
 
 
 def test_what_others_measured():
@@ -320,9 +266,6 @@ def test_what_others_measured():
     rows = planned("--shape", "8b", "--hardware", "rtx-6000-ada", "--tp-size", "1,2").rows
     speeds = [1e3 / row.decode_ms_per_token for row in rows if row.name == "dense"]
     assert speeds == pytest.approx([59, 89], rel=0.2)
-
-
-# ---- what it refuses ----
 
 
 @pytest.mark.parametrize(
@@ -343,25 +286,22 @@ def test_what_is_refused(arguments, message):
     assert message in one_sentence(invoke("plan", "--shape", "8b", *arguments))
 
 
-# ---- from a plan to a converted model ----
-
-
 @pytest.fixture(scope="module")
 def costs(dense, tmp_path_factory):
     """What the sync points of the dense model cost, with 4 virtual ranks, on random ids."""
     folder = tmp_path_factory.mktemp("costs")
-    ids = torch.randint(3, SHAPE["vocab_size"], (12, 24)).numpy().astype(np.uint16)
-    np.save(folder / "ids.npy", ids)
-    how = ("--sync-tp-size", "4", "--samples", "4")
-    invoke_well("sensitivity", dense, "--data", folder / "ids.npy", *how, "--out", folder / "s.json")
+    np.save(folder / "ids.npy", fresh_rng().integers(3, SHAPE["vocab_size"], (12, 24), dtype=np.uint16))
+    words = ("--data", folder / "ids.npy", "--sync-tp-size", "4", "--samples", "4", "--out", folder / "s.json")
+    invoke_well("sensitivity", dense, *words)
     return folder / "s.json"
 
 
 ANY = ("--max-ppl-increase", "500%")
 
 
-def choice_of(model, costs, *more, ranks="4"):
-    return invoke("plan", model, *H100[:4], "--tp-size", ranks, *TINY, "--sensitivity", costs, *more)
+def choice_of(model, costs, *more):
+    words = (*H100[:4], "--tp-size", "4", *TINY, "--sensitivity", costs, *ANY)
+    return invoke("plan", *(model if isinstance(model, tuple) else (model,)), *words, *more)
 
 
 def check_measured(dense, ids, chosen):
@@ -380,11 +320,12 @@ def check_measured(dense, ids, chosen):
 def test_plan_recipe_convert_bench(dense, costs, tmp_path):
     """One story: what is chosen and verified is converted as it was planned, and runs."""
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "model"
-    budget = ("--max-ppl-increase", "500%", "--verify", "3")
     files = ("--recipe-out", recipe, "--out", tmp_path / "plan.json")
-    outcome = choice_of(dense, costs, *budget, *files)
+    outcome = choice_of(dense, costs, "--verify", "3", *files)
     assert outcome.code == 0, outcome
-    choice = PlanResult.from_dict(json.loads((tmp_path / "plan.json").read_text()), "plan.json").choice
+    result = PlanResult.from_dict(json.loads((tmp_path / "plan.json").read_text()), "plan.json")
+    choice = result.choice
+    assert [row.speedup for row in result.rows if row.name == "chosen"] == [pytest.approx(choice.chosen.speedup)]
     assert "3 of 3: " in outcome.stderr or choice.is_verified
     assert outcome.stderr.count("loading torch") == 1
     assert f"speed {choice.chosen.speedup:.3f}x" in " ".join(outcome.stdout.partition("Measured")[2].split())
@@ -398,7 +339,7 @@ def test_plan_recipe_convert_bench(dense, costs, tmp_path):
 
 
 def test_what_was_measured_is_kept_until_the_plan_is_written(dense, costs, tmp_path):
-    budget = ("--max-ppl-increase", "500%", "--verify", "3", "--out", tmp_path / "plan.json")
+    budget = ("--verify", "3", "--out", tmp_path / "plan.json")
     with mock.patch.object(run, "write_json", side_effect=UserError("the disk is full")):
         assert "the disk is full" in one_sentence(choice_of(dense, costs, *budget))
     assert list(tmp_path.glob("measured-plan-*"))
@@ -407,16 +348,10 @@ def test_what_was_measured_is_kept_until_the_plan_is_written(dense, costs, tmp_p
     assert not list(tmp_path.glob("measured-*"))
 
 
-def test_the_choice_is_a_row_with_the_speed_that_it_was_chosen_for(dense, costs):
-    result = PlanResult.from_dict(json.loads(choice_of(dense, costs, *ANY, "--json").stdout), "plan.json")
-    (row,) = [row for row in result.rows if row.name == "chosen"]
-    assert result.choice.chosen.speedup == pytest.approx(row.speedup)
-    assert not result.choice.is_verified
-
-
 def test_choices_that_are_refused(dense, costs, tmp_path):
     unlike, others, ladder = tmp_path / "unlike.json", tmp_path / "others.npy", tmp_path / "ladder"
-    unlike.write_text(costs.read_text().replace('"sync_tp_size": 4', '"sync_tp_size": 3'))
+    document = json.loads(costs.read_text())
+    unlike.write_text(json.dumps(document).replace('"sync_tp_size": 4', '"sync_tp_size": 3'))
     ladderize.convert_checkpoint(dense, ladder, Layout.from_layers(4, ladder=range(4)), verify=False)
     other = save_llama(tmp_path / "other", seed=int(torch.randint(1, 1 << 20, ())))
     for model, file, message in (
@@ -424,29 +359,27 @@ def test_choices_that_are_refused(dense, costs, tmp_path):
         (other, costs, "was measured on another model"),
         (ladder, costs, "is not dense (4 layers: ladder 0:4); a layout is chosen for the dense model"),
     ):
-        assert message in one_sentence(choice_of(model, file, *ANY))
+        assert message in one_sentence(choice_of(model, file))
     np.save(others, fresh_rng().integers(3, 90, (12, 24)))
-    unlike.write_text(costs.read_text())
-    edit_json(unlike, data={**json.loads(costs.read_text())["data"], "file": str(others)})
-    message = "is not the data that the costs were measured on"
-    assert message in one_sentence(choice_of(dense, unlike, *ANY, "--verify", "3"))
-    shape = ("--shape", dense, *H100[:4], "--tp-size", "4", *TINY, "--sensitivity", costs, *ANY)
-    invoke_well("plan", *shape)
-    assert "--shape has no weights; name the checkpoint" in one_sentence(invoke("plan", *shape, "--verify", "3"))
+    document["data"]["file"] = str(others)
+    unlike.write_text(json.dumps(document))
+    refused = one_sentence(choice_of(dense, unlike, "--verify", "3"))
+    assert "is not the data that the costs were measured on" in refused
+    assert choice_of(("--shape", dense), costs).code == 0
+    refused = one_sentence(choice_of(("--shape", dense), costs, "--verify", "3"))
+    assert "--shape has no weights; name the checkpoint" in refused
 
 
-def test_groups_of_ranks_that_a_slow_link_joins(tmp_path):
+def test_groups_of_ranks_that_a_slow_link_joins():
     """Two machines of 8: what is late or dropped crosses the link between them less, and sums within one do not."""
     slow = random.uniform(2, 20)
     machines = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", 16, "--sync-tp-size", 2)
-    rows = {}
-    for outer in (f"40,{slow}", f"40,{2 * slow}"):
-        document = invoke_json("plan", "--shape", "70b", *machines, "--batch-size", 2, "--outer-link", outer)
-        rows[outer] = {row["name"]: row for row in document["rows"]}
-    slower, faster = rows.values()
-    assert set(slower) >= {"dense", "ladder", "delayed", "spd", "2 replicas"}
+    slower, faster = (
+        {row.name: row for row in planned("--shape", "70b", *machines, "--batch-size", 2, "--outer-link", outer).rows}
+        for outer in (f"40,{slow}", f"40,{2 * slow}")
+    )
     for name in ("dense", "ladder", "delayed", "spd"):
-        assert slower[name]["prefill_ms"] > faster[name]["prefill_ms"]
-    assert slower["2 replicas"]["prefill_ms"] == faster["2 replicas"]["prefill_ms"]  # each on a machine of its own
-    for found in rows.values():  # a dropped sum is waited for within a machine, a whole one between them, too
-        assert found["spd"]["decode_ms_per_token"] < found["dense"]["decode_ms_per_token"]
+        assert slower[name].prefill_ms > faster[name].prefill_ms
+    assert slower["2 replicas"].prefill_ms == faster["2 replicas"].prefill_ms  # each on a machine of its own
+    for rows in (slower, faster):  # a dropped sum is waited for within a machine, a whole one between them, too
+        assert rows["spd"].decode_ms_per_token < rows["dense"].decode_ms_per_token

@@ -56,9 +56,6 @@ class FakeMeasurer:
         return LayoutCost(increase, 0.0, 32)
 
 
-# ---- times and the integer program ----
-
-
 def test_a_layouts_time_is_a_sum_over_layers():
     layers = random.randint(1, 6)
     parts = {name: random_parts(layers) for name in ("prefill", "decode")}
@@ -98,8 +95,8 @@ def test_the_bound_is_kept_where_costs_differ_by_magnitudes():
 
 def test_budgets():
     def options(increase):
-        where = {"shape": "8b", "hardware": "h100-sxm", "tp_sizes": (2,)}
-        return PlanOptions(**where, sensitivity=Path("s.json"), max_ppl_increase=increase)
+        cost = {"sensitivity": Path("s.json"), "max_ppl_increase": increase}
+        return PlanOptions(shape="8b", hardware="h100-sxm", tp_sizes=(2,), **cost)
 
     assert options("2%").max_nats(1.0) == pytest.approx(math.log(1.02))
     assert options("0.1").max_nats(1.5) == pytest.approx(math.log((math.exp(1.5) + 0.1) / math.exp(1.5)))
@@ -118,9 +115,6 @@ def test_what_no_layout_meets_is_refused_with_what_is_nearest():
     tables.seconds[:] = tables.seconds[:, :1]
     with pytest.raises(UserError, match="no layout is faster than the dense one"):
         choose_layout(tables, 1.0)
-
-
-# ---- measured choices ----
 
 
 def test_a_verified_choice_is_within_the_budget_and_most_often_the_best():

@@ -207,20 +207,18 @@ class HandMachine:
 
     def change(self, **changes: object) -> None:
         """Changes fields of the device, the link, or the whole."""
-        for name, value in changes.items():
-            if not hasattr(self.serving, name):
-                part, before = "device", self.serving.device
-                name, value = part, dataclasses.replace(before, **{name: value})
-            self.serving = dataclasses.replace(self.serving, **{name: value})
+        device = {name: changes.pop(name) for name in [*changes] if not hasattr(self.serving, name)}
+        changed = dataclasses.replace(self.serving.device, **device)
+        self.serving = dataclasses.replace(self.serving, device=changed, **changes)
+
+    @property
+    def planned(self):
+        return {row.name: row for row in planned_rows(self.serving, {})}
 
     @property
     def exact(self):
         """All of these ranks, or replicas of them."""
         return {name: row for name, row in self.planned.items() if row.kind == "exact" and not name.endswith(" ranks")}
-
-    @property
-    def planned(self):
-        return {row.name: row for row in planned_rows(self.serving, {})}
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

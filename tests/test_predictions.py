@@ -91,7 +91,7 @@ def test_one_at_a_time_as_all_together(trio, tmp_path):
     assert f"against {trio[0]}. Predictions: mean KL divergence {mean:.4g} nats" in shown
 
 
-def test_a_reference_of_something_else(trio, tmp_path):
+def test_a_reference_of_something_else_or_changed(trio, tmp_path):
     kept = tmp_path / "kept"
     evaluated(tmp_path, trio[0], keep_predictions=kept)
     np.save(tmp_path / "other.npy", fresh_rng().integers(3, 90, 70))
@@ -100,6 +100,14 @@ def test_a_reference_of_something_else(trio, tmp_path):
     other = save_llama(tmp_path / "other", vocab_size=120)
     with pytest.raises(UserError, match="their vocabulary has 97 tokens, and this one 120"):
         evaluated(tmp_path, other, reference=kept)
+    for name, change in (
+        ("window-3", lambda path: path.write_bytes(path.read_bytes()[:100])),
+        ("window-2", Path.unlink),
+        ("head", lambda path: path.write_bytes(b"\x80\x04pickle")),
+    ):
+        change(kept / f"{name}.safetensors")
+        with pytest.raises(UserError, match=f"{name}.safetensors cannot be read"):
+            evaluated(tmp_path, trio[1], reference=kept)
 
 
 def test_only_predictions_are_removed_from_a_folder(tmp_path):
@@ -133,8 +141,7 @@ def test_an_architecture_that_may_cap_its_logits_is_refused(tmp_path):
 
 
 def test_logits_that_are_scaled_in_bfloat16(tmp_path):
-    """Granite divides its logits, which rounds them: they are its output layer's product with scaled states all the
-    same."""
+    """Granite divides its logits, which rounds them: they are its output layer's product with scaled states."""
     shared = {"dtype": torch.bfloat16, "model_type": "granite", "logits_scaling": 2.5}
     dense = save_llama(tmp_path / "dense", seed=int(torch.randint(1 << 30, ())), **shared)
     convert_checkpoint(dense, tmp_path / "both", Recipe(spd="1:", ladder="all", sync_tp_size=4), verify=False)
@@ -151,16 +158,3 @@ def test_logits_that_are_scaled_in_bfloat16(tmp_path):
     evaluated(tmp_path, dense, keep_predictions=tmp_path / "kept")
     (found,) = evaluated(tmp_path, tmp_path / "both", reference=tmp_path / "kept")
     assert found.predictions == entries[1].predictions
-
-
-def test_kept_predictions_that_were_changed(trio, tmp_path):
-    kept = tmp_path / "kept"
-    evaluated(tmp_path, trio[0], keep_predictions=kept)
-    for name, change in (
-        ("window-3", lambda path: path.write_bytes(path.read_bytes()[:100])),
-        ("window-2", Path.unlink),
-        ("head", lambda path: path.write_bytes(b"\x80\x04pickle")),
-    ):
-        change(kept / f"{name}.safetensors")
-        with pytest.raises(UserError, match=f"{name}.safetensors cannot be read"):
-            evaluated(tmp_path, trio[1], reference=kept)

@@ -48,18 +48,20 @@ def test_a_started_rank_reads_what_it_was_given():
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
+    "variables",
     [
-        ({"WORLD_SIZE": "4"}, "RANK=, WORLD_SIZE=4,"),
-        ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1, WORLD_SIZE=1,"),
-        ({**PAIR, "WORLD_SIZE": "1e9"}, "WORLD_SIZE=1e9,"),
-        ({**PAIR, "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3)"),
+        {"WORLD_SIZE": "4"},
+        {"RANK": "1", "WORLD_SIZE": "1"},
+        {**PAIR, "WORLD_SIZE": "1e9"},
+        {**PAIR, "LOCAL_WORLD_SIZE": "3"},
     ],
+    ids=str,
 )
-def test_nonsense_is_refused_by_every_command(tmp_path, monkeypatch, variables, expected):
+def test_nonsense_is_refused_by_every_command(tmp_path, monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert expected in refusal("inspect", tmp_path)
+    message = refusal("inspect", tmp_path)
+    assert all(f"{name}={value}" in message for name, value in variables.items())
 
 
 @pytest.mark.parametrize(("local_rank", "gpus", "index"), [(3, 4, 3), (3, 1, 0), (0, 2, 0), (2, 2, None), (7, 4, None)])
@@ -90,15 +92,9 @@ def test_a_rank_that_finds_nobody_says_so(rank, variables):
     assert stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("asked", "stored", "dtype"),
-    [
-        ("auto", "float32", torch.float32),
-        ("auto", "bfloat16", torch.bfloat16),
-        ("auto", "float64", torch.float32),
-        ("auto", "float16", torch.bfloat16),
-        ("float32", "bfloat16", torch.float32),
-    ],
-)
-def test_one_policy_for_the_dtype(asked, stored, dtype):
-    assert compute_dtype(asked, stored) == dtype
+STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float32, "float16": torch.bfloat16}
+
+
+def test_one_policy_for_the_dtype():
+    assert {stored: compute_dtype("auto", stored) for stored in STORED} == STORED
+    assert compute_dtype("float32", "bfloat16") == torch.float32

@@ -14,32 +14,21 @@ pytest.importorskip("matplotlib")
 
 @pytest.fixture(scope="module")
 def drawing() -> ModuleType:
-    """docs/draw_layouts.py, with the timelines of each picture as it would draw them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "docs"))
         import draw_layouts  # type: ignore[import-not-found]
     return draw_layouts
 
 
-@pytest.fixture(scope="module")
-def timelines(drawing):
-    return {
-        (picture.name, row.title): drawing.record(row.layout, row.schedule, backward=picture.backward)
-        for picture in (drawing.LAYOUTS, drawing.DOMINO)
-        for row in picture.rows
-    }
-
-
 @pytest.mark.parametrize("name", ["LAYOUTS", "DOMINO"])
-def test_the_picture_is_what_the_code_does(drawing, timelines, name):
-    """The boxes of the SVG in docs/ are those that a run makes now."""
+def test_the_picture_is_what_the_code_does(drawing, name):
     picture = getattr(drawing, name)
     svg = (ROOT / "docs" / f"{picture.name}.svg").read_text(encoding="utf-8")
     titles = {row.title for row in picture.rows}
     drawn = [unescape(found) for found in re.findall(r'<g id="([^"]*\|[^"]*)"', svg)]
     assert titles == {box.split("|")[0] for box in drawn}
     for row in picture.rows:
-        timeline = timelines[picture.name, row.title]
+        timeline = drawing.record(row.layout, row.schedule, backward=picture.backward)
         now = [drawing.name(row, event) for event in (*timeline.spans, *timeline.messages)]
         own = [box for box in drawn if box.startswith(f"{row.title}|")]
         assert Counter(own) == Counter(now), f"{row.title}: run docs/draw_layouts.py, and look at the picture"

@@ -15,8 +15,6 @@ from tests.warm import PATIENCE
 
 
 class Meeting:
-    """Where the threads of a group meet to exchange messages."""
-
     def __init__(self, ranks):
         self.barrier, self.messages = threading.Barrier(ranks, timeout=PATIENCE), [None] * ranks
 

@@ -48,8 +48,6 @@ common = common_tests()
 
 
 class Tester:
-    """What the tests ask of a model: a config and inputs."""
-
     batch_size, seq_length, is_training = 2, 7, True
     hidden_size, num_attention_heads, num_hidden_layers = SHAPE["hidden_size"], SHAPE["num_attention_heads"], 2
 
@@ -73,17 +71,9 @@ class OfALayout(common.ModelTesterMixin, common.GenerationTesterMixin):
         self.model_tester = Tester(self.layers)
 
 
-class DenseTest(OfALayout, unittest.TestCase):
-    pass
-
-
-class LadderTest(OfALayout, unittest.TestCase):
-    layers: ClassVar = {"ladder": [0, 1]}
-
-
-class SpdTest(OfALayout, unittest.TestCase):
-    layers: ClassVar = {"spd": [0, 1], "sync_tp_size": 4}
-
-
-class MixedTest(OfALayout, unittest.TestCase):
-    layers: ClassVar = {"spd": [0], "ladder": [1], "sync_tp_size": 2}
+LAYOUTS = {
+    "DenseTest": {}, "LadderTest": {"ladder": [0, 1]}, "SpdTest": {"spd": [0, 1], "sync_tp_size": 4},
+    "MixedTest": {"spd": [0], "ladder": [1], "sync_tp_size": 2},
+}  # fmt: skip
+for name, layers in LAYOUTS.items():
+    globals()[name] = type(name, (OfALayout, unittest.TestCase), {"layers": layers, "__module__": __name__})

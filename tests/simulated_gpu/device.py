@@ -53,6 +53,17 @@ class Node:
         self.graph: Graph | None = None
 
 
+def _behind(frontier: list[Node]) -> set[Node]:
+    """The nodes of ``frontier`` and all that they come after, but those that are done."""
+    found, stack = set[Node](), list(frontier)
+    while stack:
+        node = stack.pop()
+        if not node.done and node not in found:
+            found.add(node)
+            stack += node.after
+    return found
+
+
 class Memory:
     """What a tensor and its views share. It is the allocator's again when the last of them is gone."""
 
@@ -86,13 +97,7 @@ class SimTensor(torch.Tensor):
         made.backing, made.memory = backing, memory
         return made
 
-    @property
-    def device(self) -> torch.device:
-        return DEVICE
-
-    @property
-    def is_cuda(self) -> bool:
-        return True
+    device, is_cuda = property(lambda self: DEVICE), property(lambda self: True)
 
     def data_ptr(self) -> int:
         return self.backing.data_ptr()
@@ -109,8 +114,7 @@ class SimTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        gpu = next(leaf.memory.gpu for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, SimTensor))
-        return gpu.dispatch(func, args, kwargs or {})
+        return _simulated((args, kwargs))[0].memory.gpu.dispatch(func, args, kwargs or {})
 
 
 class Event:
@@ -131,17 +135,10 @@ class Stream:
 
     def __init__(self, gpu: "SimulatedGpu", priority: int = 0) -> None:
         self.gpu, self.priority, self.frontier = gpu, priority, list[Node]()
-        self.number = len(gpu.streams)
+        self.cuda_stream = len(gpu.streams)
+        self.name = f"stream {self.cuda_stream}" if self.cuda_stream else "main"
         gpu.streams.append(self)
         gpu.checker._handle_stream_creation(self.cuda_stream)
-
-    @property
-    def name(self) -> str:
-        return f"stream {self.number}" if self.number else "main"
-
-    @property
-    def cuda_stream(self) -> int:
-        return self.number
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event(self.gpu)
@@ -187,8 +184,6 @@ class Graph:
 
 
 class Dispatching(TorchDispatchMode):
-    """Hands every operation of torch to the device."""
-
     def __init__(self, gpu: "SimulatedGpu") -> None:
         super().__init__()
         self.gpu = gpu
@@ -218,6 +213,7 @@ class SimulatedGpu:
         self.bytes = self.peak = 0
         self.closed = False
         self.capturing: Graph | None = None
+        self.pinned = list[torch.Tensor]()  # memory of the host that is kept: nobody else gets its addresses
         self.symmetric: set[int] = set()  # memory that symmetric memory has given out
         self.multicast = 0
         self.stack = contextlib.ExitStack()
@@ -236,9 +232,6 @@ class SimulatedGpu:
         self.checker._handle_memory_allocation(memory.pointer)
         return SimTensor(backing, memory)
 
-    def _idle(self, nanoseconds: int) -> None:
-        self.launch("ladderize_spin_kernel", lambda: None, set(), set())
-
     def free(self, memory: Memory) -> None:
         """What the allocator may do from now on: give it to the next who asks, on the stream that it was allocated
         on."""
@@ -252,8 +245,8 @@ class SimulatedGpu:
     # ---- operations ----
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        own = [leaf for leaf in leaves if isinstance(leaf, SimTensor)]
+        leaves = _tensors((args, kwargs))
+        own = _simulated(leaves)
         # ``aten.to.device``, which inference mode does not take apart, has it among its arguments
         target = kwargs.get("device") or next((one for one in args if isinstance(one, torch.device)), None)
         here = target is not None and torch.device(target).type in ("cuda", "meta")
@@ -272,8 +265,8 @@ class SimulatedGpu:
                 return handler(self, *args, **kwargs)
             if packet in INDEXED:  # indices may come from the host
                 args = (args[0], [self._index(index) for index in args[1]], *args[2:])
-                leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-                own = [leaf for leaf in leaves if isinstance(leaf, SimTensor)]
+                leaves = _tensors((args, kwargs))
+                own = _simulated(leaves)
             host = [leaf for leaf in leaves if not isinstance(leaf, SimTensor)]
             if any(leaf.ndim for leaf in host) or (host and func.namespace != "aten"):
                 raise RuntimeError(f"{func}: expected all tensors to be on the same device, cuda:0 and cpu were given")
@@ -284,13 +277,11 @@ class SimulatedGpu:
         backings = tree_map_only(SimTensor, lambda tensor: tensor.backing, (args, kwargs))
         if "device" in backings[1]:
             backings[1]["device"] = HOST
-        writes = [
-            leaf
-            for argument, value in self._arguments(schema, args, kwargs)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for leaf in tree_flatten(value)[0]
-            if isinstance(leaf, SimTensor)
-        ]
+        passed = [*zip(schema.arguments, args, strict=False)]
+        passed += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
+        writes = _simulated(
+            [value for argument, value in passed if argument.alias_info and argument.alias_info.is_write]
+        )
         aliases = [returned.alias_info for returned in schema.returns]
         if not writes and own and (any(aliases) or func.overloadpacket in VIEWS):  # no kernel runs
             made = func(*backings[0], **backings[1])
@@ -315,19 +306,15 @@ class SimulatedGpu:
             return made
         if writes:
             self.launch(label, lambda: func(*backings[0], **backings[1]), reads - written, written)
-            wrapped = {id(one.backing): one for one in own}
             if not schema.returns:
                 return None
-            same = [leaf for leaf in writes if id(leaf.backing) in wrapped]
-            return same[0] if len(schema.returns) == 1 else tuple(same)
+            return writes[0] if len(schema.returns) == 1 else tuple(writes)
         outputs = tree_map_only(torch.Tensor, self.new, self.shapes(func, args, kwargs))
-        kept = [leaf.backing for leaf in tree_flatten(outputs)[0] if isinstance(leaf, SimTensor)]
-        pointers = {leaf.memory.pointer for leaf in tree_flatten(outputs)[0] if isinstance(leaf, SimTensor)}
+        kept = [leaf.backing for leaf in _simulated(outputs)]
+        pointers = {leaf.memory.pointer for leaf in _simulated(outputs)}
 
         def run() -> None:
-            leaves, _ = tree_flatten(func(*backings[0], **backings[1]))
-            found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            for into, value in zip(kept, found, strict=True):
+            for into, value in zip(kept, _tensors(func(*backings[0], **backings[1])), strict=True):
                 into.copy_(value)
 
         self.launch(label, run, reads, pointers)
@@ -336,7 +323,11 @@ class SimulatedGpu:
     def shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What ``func`` gives, as tensors without values."""
         leaves, spec = tree_flatten((args, kwargs))
-        key = (func, spec, *map(_described, leaves))
+        described = [
+            (leaf.dtype, leaf.size(), leaf.stride()) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
+            for leaf in leaves
+        ]
+        key = (func, spec, *described)
         if key not in self.known:
             given = tree_map_only(torch.Tensor, _shape, (args, kwargs))
             if "device" in kwargs:
@@ -344,15 +335,9 @@ class SimulatedGpu:
             self.known[key] = func(*given[0], **given[1])
         return self.known[key]
 
-    @staticmethod
-    def _arguments(schema: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-        yield from zip(schema.arguments, args, strict=False)
-        yield from ((argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs)
-
     def launch(
         self, label: str, run: Callable[[], object], reads: set[int], writes: set[int], stream: Stream | None = None
     ) -> None:
-        """Tell a stream to run something next."""
         stream = stream or self.current
         stream.frontier = [self.add(Node(label, stream, run, list(stream.frontier)))]
         self.log.append(("run", stream.name, label, reads, writes))
@@ -379,17 +364,14 @@ class SimulatedGpu:
     def _index(self, index: Any) -> Any:
         return self.uploaded(index) if isinstance(index, torch.Tensor) and not isinstance(index, SimTensor) else index
 
-    def downloaded(self, tensor: SimTensor) -> torch.Tensor:
-        self.host_waits("copy to host")
-        return tensor.backing.clone()
-
     def copied(self, tensor: torch.Tensor, options: dict[str, Any], to_device: bool) -> torch.Tensor:
         dtype = options.get("dtype") or tensor.dtype
         if not isinstance(tensor, SimTensor):
             form = options.get("memory_format") or torch.preserve_format
             return self.uploaded(torch.empty_like(tensor, dtype=dtype, memory_format=form).copy_(tensor))
         if not to_device:
-            return self.downloaded(tensor).to(dtype)
+            self.host_waits("copy to host")
+            return tensor.backing.clone().to(dtype)
         if dtype == tensor.dtype and options.get("device") is not None and options.get("memory_format") is None:
             return SimTensor(tensor.backing, tensor.memory, tensor)  # it is there already
         made = self.new(torch.empty_like(_shape(tensor), dtype=dtype))
@@ -399,15 +381,21 @@ class SimulatedGpu:
 
     def copied_into(self, into: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         if not isinstance(into, SimTensor):
-            assert isinstance(values, SimTensor)
-            return into.copy_(self.downloaded(values))
+            self.host_waits("copy to host")
+            return into.copy_(values.backing)
         target = into.backing
         if isinstance(values, SimTensor):
             source, reads = values.backing, {values.memory.pointer}
-        else:
-            source, reads = values.clone(), set()  # pageable memory: copied before the call returns
+        else:  # pageable memory is copied before the call returns, pinned memory when the device comes to it
+            address = values.untyped_storage().data_ptr()
+            is_pinned = any(address == kept.untyped_storage().data_ptr() for kept in self.pinned)
+            source, reads = values if is_pinned else values.clone(), set()
         self.launch("copy_", lambda: target.copy_(source), reads, {into.memory.pointer})
         return into
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.pinned.append(tensor.clone())
+        return self.pinned[-1]
 
     def host_waits(self, why: str) -> None:
         self.syncs[why] += 1
@@ -417,12 +405,7 @@ class SimulatedGpu:
         """Run what ``frontier`` comes after (None: everything), and perhaps more, in an order that it allows."""
         if self.capturing is not None:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-        needed, stack = set[Node](), list(self.pending if frontier is None else frontier)
-        while stack:
-            node = stack.pop()
-            if not node.done and node not in needed:
-                needed.add(node)
-                stack += node.after
+        needed = _behind(self.pending if frontier is None else frontier)
         more = frontier is None or self.rng.random() < 0.5
         queues: dict[Stream, list[Node]] = {}
         for node in self.pending:
@@ -466,12 +449,7 @@ class SimulatedGpu:
         try:
             with self.on(self.capture_stream):
                 yield
-            inside, stack = set[Node](), list(self.capture_stream.frontier)
-            while stack:
-                node = stack.pop()
-                if node not in inside:
-                    inside.add(node)
-                    stack += node.after
+            inside = _behind(self.capture_stream.frontier)
             for other in self.streams:
                 if any(node.graph is graph and node not in inside for node in other.frontier):
                     raise RuntimeError(f"CUDA error: {other.name} was forked and not joined when the capture ended")
@@ -484,11 +462,8 @@ class SimulatedGpu:
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
+        with mock.patch.object(self, "current", stream):
             yield
-        finally:
-            self.current = before
 
     # ---- NCCL, where every rank sends the same ----
 
@@ -513,6 +488,10 @@ class SimulatedGpu:
             self.synchronize()
             self.checker._handle_device_synchronization()
 
+        def make_empty(*sizes: Any, pin_memory: bool = False, empty: Any = torch.empty, **options: Any) -> torch.Tensor:
+            made = empty(*sizes, **options)
+            return self.pin(made) if pin_memory else made
+
         replaced: dict[str, Any] = {
             "_lazy_init": lambda: None,
             "is_available": lambda: True,
@@ -536,23 +515,29 @@ class SimulatedGpu:
             "get_device_name": lambda *device: "simulated",
             "get_device_properties": lambda *device: SimpleNamespace(name="simulated", total_memory=MEMORY_BYTES),
         }
-        for name, value in replaced.items():
-            self.stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        idle = mock.patch.object(emulated, "idle_on_gpu", return_value=self._idle)  # it touches no memory
-        self.stack.enter_context(idle)
-        self.stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 28, 3)))
-        self.stack.enter_context(mock.patch.object(torch, "Generator", HostGenerator))
-        for function, stands_for in ((dist.all_reduce, self.all_reduce), (dist.all_gather_single, self.all_gather)):
-            own = mock.create_autospec(function, side_effect=stands_for)
-            self.stack.enter_context(mock.patch.object(dist, function.__name__, own))
-        # to C++ all storages are empty, so that Accelerate would take all tensors for one
-        apart = mock.patch.object(accelerate_saving, "id_tensor_storage", lambda tensor: (DEVICE, id(tensor), 1))
-        self.stack.enter_context(apart)
-        self.stack.enter_context(WithIndex())
+        idle = lambda nanoseconds: self.launch("ladderize_spin_kernel", lambda: None, set(), set())  # noqa: E731
         # the checker keeps a stack trace of every access, which takes as long as all the rest
         no_trace = SimpleNamespace(extract=lambda *arguments, **options: [])
-        traceback = SimpleNamespace(StackSummary=no_trace, walk_stack=lambda frame: None)
-        self.stack.enter_context(mock.patch.object(_sanitizer, "traceback", traceback))
+        patches = [
+            mock.patch.multiple(torch.cuda, **replaced),
+            mock.patch.object(emulated, "idle_on_gpu", return_value=idle),
+            mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 28, 3)),
+            mock.patch.object(torch, "Generator", HostGenerator),
+            mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor)),  # noqa: PLW0108
+            mock.patch.object(torch, "empty", make_empty),
+            mock.patch.object(dist, "all_reduce", mock.create_autospec(dist.all_reduce, side_effect=self.all_reduce)),
+            mock.patch.object(
+                dist, "all_gather_single", mock.create_autospec(dist.all_gather_single, side_effect=self.all_gather)
+            ),
+            # to C++ all storages are empty, so that Accelerate would take all tensors for one
+            mock.patch.object(accelerate_saving, "id_tensor_storage", lambda tensor: (DEVICE, id(tensor), 1)),
+            WithIndex(),
+            mock.patch.object(
+                _sanitizer, "traceback", SimpleNamespace(StackSummary=no_trace, walk_stack=lambda frame: None)
+            ),
+        ]
+        for patch in patches:
+            self.stack.enter_context(patch)
         before = torch._C._only_lift_cpu_tensors()
         self.stack.callback(torch._C._set_only_lift_cpu_tensors, before)
         torch._C._set_only_lift_cpu_tensors(True)
@@ -593,10 +578,12 @@ class HostGenerator(torch.Generator):
         return super().__new__(cls)
 
 
-def _described(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.dtype, leaf.size(), leaf.stride()
-    return type(leaf), leaf
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _simulated(values: Any) -> list[SimTensor]:
+    return [leaf for leaf in _tensors(values) if isinstance(leaf, SimTensor)]
 
 
 def _shape(tensor: torch.Tensor) -> torch.Tensor:

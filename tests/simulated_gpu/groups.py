@@ -1,9 +1,11 @@
-"""A group on the simulated GPU, and the same on the host for comparison: every rank sends what this one sends."""
+"""Small models, and a group on the simulated GPU and the same on the host for comparison: every rank sends what this
+one sends."""
 
 import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,12 +14,40 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
+from ladderize.convert.remote_code.configuration_ladderized import LadderizedLlamaConfig
+from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
+from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives, Handle, side_by_side
 from ladderize.runtime.collectives.emulated import EmulatedOnGpu
 from ladderize.runtime.collectives.gpu import Nccl, SymmetricMemory
 from ladderize.runtime.collectives.links import Link
+from tests.helpers import BIASES, SHAPE, randomise
 from tests.simulated_gpu.device import DEVICE, HANDLERS, SimTensor, SimulatedGpu
+
+RANKS = 2  # of the groups that are simulated
+LAYERS = 2
+LAYOUTS = {
+    "dense": {},
+    "ladder": {"ladder": range(LAYERS)},
+    "spd": {"spd": range(LAYERS), "sync_tp_size": 4},
+    "both": {"ladder": range(LAYERS), "spd": range(LAYERS), "sync_tp_size": 2},
+    "delayed": {"delayed": range(LAYERS), "spd": [1], "sync_tp_size": 8},
+}
+
+
+def seed() -> int:
+    return int(torch.randint(1 << 30, ()))
+
+
+def save_model(name: str, folder: Path) -> Path:
+    """A random model of one of LAYOUTS; returns its folder."""
+    layout = Layout.from_layers(LAYERS, **LAYOUTS[name]).to_config()
+    sizes = {**SHAPE, "num_hidden_layers": LAYERS, "max_position_embeddings": 600, **(BIASES if name == "spd" else {})}
+    model = LadderizedLlamaForCausalLM(LadderizedLlamaConfig(**sizes, **layout))
+    randomise(model, seed())
+    model.save_pretrained(folder)
+    return folder
 
 
 @dataclass(frozen=True)
@@ -45,10 +75,7 @@ class Alike(Collectives):
 
 
 class Store:
-    """Of a process group."""
-
-    def __init__(self) -> None:
-        self.timeout = datetime.timedelta(hours=2)
+    timeout = datetime.timedelta(hours=2)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         self.timeout = timeout
@@ -99,15 +126,6 @@ def collectives(name: str, gpu: SimulatedGpu) -> Collectives:
 # ---- operators of symmetric memory; their signatures are the installed torch's ----
 
 
-def _summed(gpu: SimulatedGpu, label: str, message: SimTensor, out: SimTensor) -> SimTensor:
-    into, values = out.backing, message.backing
-    assert message.is_contiguous()
-    assert message.memory.pointer in gpu.symmetric
-    reads, writes = {message.memory.pointer}, {out.memory.pointer}
-    gpu.launch(label, lambda: into.copy_(values * gpu.ranks), reads, writes)
-    return out
-
-
 def _one_shot_copy(gpu: SimulatedGpu, buffer: SimTensor, own: SimTensor, op: str, group: str, out: SimTensor) -> Any:
     assert (op, buffer.numel(), buffer.dtype) == ("sum", own.numel(), own.dtype)
     assert buffer.memory.pointer in gpu.symmetric
@@ -125,7 +143,11 @@ def _one_shot_copy(gpu: SimulatedGpu, buffer: SimTensor, own: SimTensor, op: str
 def _multimem(gpu: SimulatedGpu, message: SimTensor, op: str, group: str, out: SimTensor) -> Any:
     assert op == "sum"
     assert gpu.multicast
-    return _summed(gpu, "multimem_one_shot_all_reduce", message, out)
+    assert message.is_contiguous()
+    assert message.memory.pointer in gpu.symmetric
+    into, values, reads, writes = out.backing, message.backing, {message.memory.pointer}, {out.memory.pointer}
+    gpu.launch("multimem_one_shot_all_reduce", lambda: into.copy_(values * gpu.ranks), reads, writes)
+    return out
 
 
 HANDLERS[torch.ops.symm_mem.one_shot_all_reduce_copy_out] = _one_shot_copy

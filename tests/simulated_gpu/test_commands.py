@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import CLIPPED, invoke_well, random_ids
 from tests.simulated_gpu.device import SimulatedGpu
-from tests.simulated_gpu.models import seed
+from tests.simulated_gpu.groups import seed
 
 MODEL, DENSE, DATA, OUT = "<model>", "<dense>", "<data>", "<out>"
 TEACHER = ("--distill-from", DENSE, "--data", DATA, "--write", "last")

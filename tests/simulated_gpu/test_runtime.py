@@ -1,7 +1,6 @@
 """The runtime's paths on a GPU, on the simulated one: the numbers are those of the host, in whatever order a GPU that
 keeps to streams and events may run things."""
 
-from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -20,24 +19,15 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from tests.groups import by_row, make_generator
 from tests.helpers import SHAPE, random_ids
 from tests.simulated_gpu.device import DEVICE, MEMORY_BYTES, SimulatedGpu
-from tests.simulated_gpu.groups import Alike, AlikeRanks, Store, collectives, process_group
-from tests.simulated_gpu.models import LAYOUTS, RANKS, seed
+from tests.simulated_gpu.groups import LAYOUTS, RANKS, Alike, AlikeRanks, Store, collectives, process_group, seed
 
 MESSAGES = ("nccl all-reduce", "one_shot_all_reduce_copy", "multimem_one_shot_all_reduce", "ladderize_spin_kernel")
 SCHEDULES = [SEQUENTIAL, Schedule("domino"), Schedule("domino", 3)]
 
 
-@dataclass
-class Flight:
-    """A message in the log. products: that the computing stream was given between its start and its wait."""
-
-    products: int
-    start: int
-    wait: int
-
-
 def flights(gpu):
-    """Every message: the event that is recorded right behind it is the one that is waited for, once."""
+    """Of every message the products that the computing stream was given between its start and its wait. The event that
+    is recorded right behind it is the one that is waited for, once."""
     found = []
     for start, entry in enumerate(gpu.log):
         if entry[0] != "run" or entry[2] not in MESSAGES:
@@ -46,9 +36,8 @@ def flights(gpu):
         assert (kind, stream) == ("record", entry[1])
         assert stream != "main"
         (wait,) = [place for place, other in enumerate(gpu.log) if other == ("wait", "main", event)]
-        between = gpu.log[start:wait]
-        products = sum(other[:2] == ("run", "main") and other[2] in ("mm", "addmm", "bmm") for other in between)
-        found.append(Flight(products, start, wait))
+        given = [other[2] for other in gpu.log[start:wait] if other[:2] == ("run", "main")]
+        found.append(sum(label in ("mm", "addmm", "bmm") for label in given))
     return found
 
 
@@ -102,7 +91,7 @@ def test_reading_and_decoding(folders, name, schedule):
             gpu.syncs.clear()
             gpu.log.clear()
             generator.read(ids.to(DEVICE))
-            products = [flight.products for flight in flights(gpu)]
+            products = flights(gpu)
             if schedule.chunks == 2:
                 assert products == HIDING[name][schedule.is_domino]
             else:
@@ -139,7 +128,7 @@ def test_backends(folders, backend):
             gpu.syncs.clear()
             gpu.log.clear()
             found = generator.model.logits(generator.read(ids))
-            assert [flight.products for flight in flights(gpu)][:5] == HIDING["ladder"][0]
+            assert flights(gpu)[:5] == HIDING["ladder"][0]
             large = torch.ones(1 << 18, device=DEVICE)
             total = made.all_reduce(large)
             assert not gpu.syncs
@@ -166,6 +155,17 @@ def test_a_wait_that_is_left_out_is_found(folders, backend):
             assert any(gpu.problems and not torch.allclose(found, expected) for gpu, found in runs), left_out
 
 
+def same_through_graphs(folder, columns, compute):
+    """``compute`` gives on the host what it gives on a GPU that captures graphs, which is returned."""
+    with torch.inference_mode():
+        expected = compute(opened(folder, torch.device("cpu"), Alike(RANKS), 2, columns))
+        with SimulatedGpu(seed(), RANKS) as gpu:
+            generator = opened(folder, DEVICE, collectives("one-shot", gpu), 2, columns)
+            generator.graphs = True
+            assert_alike(compute(generator), expected)
+    return gpu
+
+
 @pytest.mark.parametrize("name", ["dense", "both"])
 def test_graphs(folders, name):
     """Decoding through captured graphs, padded and over the edge from one graph's view to the next."""
@@ -178,13 +178,7 @@ def test_graphs(folders, name):
         # a graph's output is read before the next replay
         return [generator.decode_one_token(one.to(generator.device)).clone() for one in tokens]
 
-    with torch.inference_mode():
-        expected = logits(opened(folders[name], torch.device("cpu"), Alike(RANKS), 2, 300))
-        with SimulatedGpu(seed(), RANKS) as gpu:
-            generator = opened(folders[name], DEVICE, collectives("one-shot", gpu), 2, 300)
-            generator.graphs = True
-            found = logits(generator)
-            assert_alike(found, expected)
+    same_through_graphs(folders[name], 300, logits)
 
 
 @pytest.mark.parametrize("name", ["ladder", "spd"])
@@ -201,14 +195,8 @@ def test_graphs_of_prompts(folders, name):
             found.append(generator.decode_one_token(token.to(generator.device)).clone())
         return found
 
-    with torch.inference_mode():
-        expected = logits(opened(folders[name], torch.device("cpu"), Alike(RANKS), 2, 20))
-        with SimulatedGpu(seed(), RANKS) as gpu:
-            generator = opened(folders[name], DEVICE, collectives("one-shot", gpu), 2, 20)
-            generator.graphs = True
-            found = logits(generator)
-            assert_alike(found, expected)
-            assert (gpu.captures, gpu.replays) == (3, 10)  # of a step, and of prompts without and with padding
+    gpu = same_through_graphs(folders[name], 20, logits)
+    assert (gpu.captures, gpu.replays) == (3, 10)  # of a step, and of prompts without and with padding
 
 
 def test_no_graph_is_captured_between_tokens(folders):
@@ -247,9 +235,6 @@ def test_a_rank_that_fails_in_the_rendezvous_leaves_nobody_waiting():
         with pytest.raises(UserError, match="--backend symm_mem cannot be used: a container"):
             choose("symm_mem", group, max_bytes=1 << 20)
     assert store.timeout == Store().timeout
-
-
-# ---- what is decided before anything runs ----
 
 
 def test_memory_that_torch_keeps_ready_is_free_and_a_part_is_left_to_libraries():

@@ -14,8 +14,10 @@ from ladderize.adapt.layers.options import AlignOptions
 from ladderize.adapt.layers.windows import Windows
 from ladderize.adapt.options import Objective
 from ladderize.adapt.train.loop import Loop, micro_batches
+from ladderize.adapt.train.run import open_accelerator, reset_accelerate
 from ladderize.adapt.train.teacher_cache import answer
 from ladderize.adapt.train.tensor_parallel import TensorParallelTraining
+from ladderize.adapt.train.training_model import HFTraining, make_student, make_teacher, open_model, trained_tensors
 from ladderize.blocks import Blocks
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import SILENT
@@ -29,8 +31,7 @@ from ladderize.runtime.training.weights import build_weights
 from tests.adapt_data.rows import packed
 from tests.helpers import SHAPE, fresh_rng, random_ids
 from tests.simulated_gpu.device import DEVICE, SimulatedGpu
-from tests.simulated_gpu.groups import Alike, AlikeRanks, collectives
-from tests.simulated_gpu.models import LAYERS, RANKS, hf_training, seed
+from tests.simulated_gpu.groups import LAYERS, RANKS, Alike, AlikeRanks, collectives, seed
 
 HOST = torch.device("cpu")
 OPTIONS = SimpleNamespace(max_grad_norm=1e-3, seed=3, objective=Objective(0.4))
@@ -73,8 +74,18 @@ class AlikeAccelerator:
 
 @contextlib.contextmanager
 def alone(folder, dense, device, gpu):
-    with hf_training(folder, dense, device) as training:
-        yield training
+    """The Hugging Face model in training beside its teacher, in float32, on an Accelerator of the device."""
+    reset_accelerate()
+    try:
+        accelerator = open_accelerator(SimpleNamespace(device=device.type, log_with=()))
+        assert accelerator.device.type == device.type
+        checkpoint, teacher = open_checkpoint(str(folder)), open_checkpoint(str(dense))
+        model = open_model(checkpoint, Layout.from_config(checkpoint.config), device, torch.float32)
+        student = make_student(model, torch.float32, trained=trained_tensors(checkpoint.tensors, range(LAYERS), True))
+        taught = make_teacher(open_model(teacher, Layout.dense(LAYERS), device, torch.float32), torch.float32, student)
+        yield HFTraining(accelerator, student, taught)
+    finally:
+        reset_accelerate()
 
 
 @contextlib.contextmanager

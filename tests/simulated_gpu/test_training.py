@@ -9,8 +9,7 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.spec import checkpoint_spec
 from ladderize.runtime.training.batch import Batch
 from tests.simulated_gpu.device import DEVICE, SimulatedGpu
-from tests.simulated_gpu.groups import Alike, collectives
-from tests.simulated_gpu.models import LAYOUTS, RANKS, seed
+from tests.simulated_gpu.groups import LAYOUTS, RANKS, Alike, collectives, seed
 
 HOST = torch.device("cpu")
 
