@@ -26,10 +26,9 @@ from gpu_adapt import open_loop
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import ladderize
-from ladderize.adapt.data.packing import IGNORED_TARGET, collate
-from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.options import AdaptOptions
 from ladderize.adapt.train.loop import Loop, micro_batches
+from ladderize.adapt.training_data import IGNORED_TARGET, collate, open_data
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.ranks.group import Ranks

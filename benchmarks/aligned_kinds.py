@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from ladderize.adapt.layers import align
-from ladderize.adapt.layers.measures import Contender, heldout_measures
+from ladderize.adapt.layers.layer_files import Contender, heldout_measures
 from ladderize.adapt.layers.options import AlignOptions
 from ladderize.adapt.layers.rewrite import adapt_layers
 from ladderize.blocks import Blocks, read_windows
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
+from ladderize.demo.command import MODEL, write_documents
 from ladderize.demo.corpus import GENRE_WEIGHTS
-from ladderize.demo.inputs import MODEL, write_documents
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 

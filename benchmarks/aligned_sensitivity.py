@@ -23,7 +23,7 @@ import torch
 from ladderize.adapt.layers.align import aligned_layers, computed, with_random
 from ladderize.adapt.layers.align_layer import Streams
 from ladderize.adapt.layers.layer_files import LayerJob
-from ladderize.adapt.layers.layout_scores import AlignedLayouts, LayoutScores
+from ladderize.adapt.layers.sensitivity import AlignedLayouts, LayoutScores
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, read_windows, window_nlls
 from ladderize.checkpoint.config import stored_dtype

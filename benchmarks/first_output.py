@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.demo.inputs import MODEL, write_documents
+from ladderize.demo.command import MODEL, write_documents
 
 ROUNDS = 3
 TARGET_S = 2.0

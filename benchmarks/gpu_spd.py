@@ -20,8 +20,8 @@ from ladderize.adapt.layers.align import align
 from ladderize.adapt.layers.assign import assign_layers
 from ladderize.adapt.layers.distill import BlockReport, distill
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob
-from ladderize.adapt.layers.layout_scores import LayoutScores
 from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions
+from ladderize.adapt.layers.sensitivity import LayoutScores
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks
 from ladderize.checkpoint.opening import open_checkpoint

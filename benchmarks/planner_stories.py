@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.layout_scores import LayoutScores, first_changed
+from ladderize.adapt.layers.sensitivity import LayoutScores, first_changed
 from ladderize.blocks import Blocks, read_windows
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.data.files import file_sha256
-from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, Layout
+from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
 from ladderize.plan.choice import LAYER_KINDS
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
@@ -31,11 +31,11 @@ RESULTS = Path(__file__).parent / "results" / "planner_stories.json"
 
 
 def every_layout(layers: int, sync_tp_size: int) -> list[Layout]:
-    """All of them, the dense one first."""
+    """All of these modes, the dense one first."""
     return [
         Layout(attention, (*mlp, BLOCKING), sync_tp_size if DROPPED in attention else None)
-        for attention in itertools.product(ATTENTION_MODES, repeat=layers)
-        for mlp in itertools.product(MLP_MODES, repeat=layers - 1)
+        for attention in itertools.product((BLOCKING, OVERLAPPED, DROPPED), repeat=layers)
+        for mlp in itertools.product((BLOCKING, OVERLAPPED), repeat=layers - 1)
     ]
 
 
@@ -47,13 +47,15 @@ def scored(blocks: Blocks, layouts: list[Layout], windows: np.ndarray) -> np.nda
 
 
 def layer_nats(number: dict[Layout, int], increases: np.ndarray, layers: int, sync_tp_size: int) -> np.ndarray:
-    """Return what each layer costs alone as each kind, [L, kinds]; inf for the first as spd+ladder, which is spd."""
-    nats = np.zeros((layers, len(LAYER_KINDS)))
+    """Return what each layer costs alone as each kind, [L, kinds]; inf for the first as spd+ladder, which is spd, and
+    for delayed, which ``every_layout`` leaves out."""
+    nats = np.full((layers, len(LAYER_KINDS)), np.inf)
+    nats[:, 0] = 0.0
     for layer, row in enumerate(nats):
-        for kind, name in list(enumerate(LAYER_KINDS))[1:]:
-            named = {part: [layer] for part in name.split("+")}
+        for name in ("ladder", "spd", "spd+ladder"):
+            named = {kind: [layer] for kind in name.split("+")}
             layout = Layout.from_layers(layers, **named, sync_tp_size=sync_tp_size if "spd" in named else None)
-            row[kind] = max(0.0, increases[number[layout]])
+            row[LAYER_KINDS.index(name)] = max(0.0, increases[number[layout]])
     nats[0, -1] = np.inf
     return nats
 

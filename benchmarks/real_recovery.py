@@ -48,18 +48,18 @@ KEPT_LOGITS = 64
 
 def patch(variant: str) -> None:
     """Change what ``adapt`` trains, or its loss."""
-    from ladderize.adapt.train import student, task
+    from ladderize.adapt.train import task, training_model
 
     if variant == "norms, o, down":
         trained = task.trained_tensors
         task.trained_tensors = lambda *some: frozenset(name for name in trained(*some) if name.endswith(TRAINED))
     elif variant == "top 64":
-        losses = student.Student.forward
-        student.Student.forward = lambda model, batch, teacher_logits, **more: losses(
+        losses = training_model.Student.forward
+        training_model.Student.forward = lambda model, batch, teacher_logits, **more: losses(
             model, batch, largest(teacher_logits), **more
         )
     elif variant == "on-policy":
-        student.Student.forward = reverse_losses
+        training_model.Student.forward = reverse_losses
 
 
 def largest(logits: Any) -> Any:

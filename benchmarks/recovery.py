@@ -104,7 +104,7 @@ def cells(arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> l
 
 def prepare(name: str, made: Mapping[str, Path | None], folder: Path) -> Bench:
     """Put a model's data into ``folder``, once. ``made``: where the models are that are not in the repository."""
-    from ladderize.demo.inputs import MODEL, write_documents
+    from ladderize.demo.command import MODEL, write_documents
 
     model = made.get(name, MODEL)
     if model is None:
@@ -235,7 +235,7 @@ def judge(bench: Bench, model: Path) -> dict[str, float]:
     """KL(dense || model) in nats per token and perplexity, in float32."""
     import torch
 
-    from ladderize.adapt.layers.measures import Contender, heldout_measures
+    from ladderize.adapt.layers.layer_files import Contender, heldout_measures
     from ladderize.blocks import Blocks, read_windows
     from ladderize.checkpoint.opening import open_checkpoint
     from ladderize.layout import Layout

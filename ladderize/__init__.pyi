@@ -1,12 +1,12 @@
 """The public API: where each name of ``import ladderize`` comes from. ``__init__.py`` reads it; so do type checkers."""
 
 from ladderize.adapt.layers.assign import assign_ranks as assign_ranks
-from ladderize.adapt.layers.document import LayersDocument as LayersDocument
 from ladderize.adapt.layers.options import AlignOptions as AlignOptions
 from ladderize.adapt.layers.options import AssignOptions as AssignOptions
 from ladderize.adapt.layers.options import BlockwiseOptions as BlockwiseOptions
 from ladderize.adapt.layers.options import SensitivityOptions as SensitivityOptions
 from ladderize.adapt.layers.options import SpdOptions as SpdOptions
+from ladderize.adapt.layers.rewrite import LayersDocument as LayersDocument
 from ladderize.adapt.layers.rewrite import adapt_layers as adapt_layers
 from ladderize.adapt.layers.sensitivity import write_sensitivity as write_sensitivity
 from ladderize.adapt.layers.spd import spd as spd

@@ -1,8 +1,5 @@
-"""The layers of a checkpoint one by one, in any mode of their sync points, for sensitivity, alignment and distillation.
-
-A whole model need not fit in memory. ``Blocks`` reads one layer's weights at a time and builds the class that every
-converted checkpoint carries, so nothing here defines a second time what a layout computes.
-"""
+"""The layers of a checkpoint one by one, in any mode of their sync points, by the class that every converted checkpoint
+carries: nothing here defines a second time what a layout computes, and a whole model need not fit in memory."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -55,10 +52,7 @@ def read_windows(checkpoint: Checkpoint, file: str, *, seq_len: int | None, seed
 
 
 class Blocks:
-    """The layers, embedding and LM head of ``checkpoint``, computed in ``dtype`` on ``device``.
-
-    ``self.layout`` is the checkpoint's own layout; ``layer`` makes layers of any other layout too.
-    """
+    """The layers, embedding and LM head of ``checkpoint``, computed in ``dtype`` on ``device``."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         avoid_cudnn_attention()
@@ -84,8 +78,7 @@ class Blocks:
         return read_tensor(self.checkpoint.folder, info, dtype=dtype, device=self.device)
 
     def weights(self, layer: int, *, as_stored: bool = False) -> dict[str, Tensor]:
-        """Return the parameters of one layer by their names within it, such as ``self_attn.q_proj.weight``; ``read``
-        says in which dtype."""
+        """Return the parameters of one layer by their names within it, such as ``self_attn.q_proj.weight``."""
         prefix = f"model.layers.{layer}."
         names = [name for name in self.checkpoint.tensors if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.read(name, as_stored=as_stored) for name in names}
@@ -112,8 +105,7 @@ class Blocks:
         return embedded * self.decoder.embedding_scale
 
     def run(self, layer: Any, state: State) -> State:
-        """Return the state that leaves ``layer``. Every row is a full window with causal attention, within the layer's
-        own window."""
+        """Return the state that leaves ``layer``. Every row is a full window with causal attention."""
         tokens = complete(state).shape[1]
         positions = torch.arange(tokens, device=self.device)[None]
         return layer(
@@ -162,17 +154,13 @@ class Blocks:
         return torch.cat(losses).view(len(ids), -1).double().sum(1)
 
     def logits(self, complete: Tensor) -> Tensor:
-        """Return the logits, float32 [batch, tokens, vocab], from the stream that leaves the last layer [batch, tokens,
-        hidden]."""
+        """Return the logits, float32 [batch, tokens, vocab], from the stream that leaves the last layer."""
         logits = torch.cat([some for some, _ in self._logits(complete, torch.empty(complete.shape[:2].numel()))])
         return logits.unflatten(0, complete.shape[:2])
 
     def divergence(self, dense: "Blocks", reference: Tensor, complete: Tensor) -> Tensor:
         """Return the summed KL(dense || model) of each window's predictions but the last in nats, float64 [batch], from
-        the streams that leave the last layer of either, [batch, tokens, hidden] each.
-
-        Each model has its own final norm and LM head: a retraining may have changed them.
-        """
+        the streams [batch, tokens, hidden] that leave the last layer of either. Each has its own norm and LM head."""
         tokens = torch.empty(complete[:, 1:].shape[:2].numel())
         pieces = zip(dense._logits(reference[:, :-1], tokens), self._logits(complete[:, :-1], tokens), strict=True)
         sums = [

@@ -99,10 +99,8 @@ class _Terminated(KeyboardInterrupt):
 
 
 def _terminable(received: list[int]) -> contextlib.AbstractContextManager[None]:
-    """Let SIGTERM, which batch systems send before they kill, end the block as Ctrl-C does; a second one kills.
-
-    A launcher's rank ends at once as usual: it may wait for others where no exception is raised.
-    """
+    """Let SIGTERM, which batch systems send before they kill, end the block as Ctrl-C does; a second one kills. A
+    launcher's rank ends at once as usual: it may wait for others where no exception is raised."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         received.append(number)

@@ -39,8 +39,7 @@ def said_by_user(text: str) -> list[dict[str, str]]:
 def chat_template_of(
     tokenizer: "PreTrainedTokenizerBase", name: str = "the tokenizer", tools: Sequence[Mapping[str, Any]] | None = None
 ) -> str:
-    """Return a tokenizer's chat template, which may be another one where there are tools. Raises UserError where there
-    is none, or several of which none is the default."""
+    """Return a tokenizer's chat template, maybe another one for tools. Raises UserError where none is the default."""
     schemas: Any = tools
     try:
         return str(tokenizer.get_chat_template(tools=schemas))
@@ -73,11 +72,8 @@ def render(
     add_generation_prompt: bool = False,
     marked: bool = False,
 ) -> tuple[str, list[Span]]:
-    """Return the text of a conversation, and with ``marked`` the spans between ``{% generation %}`` markers.
-
-    as_data: "today" is always ``DATE_OF_DATA``.
-    Raises UserError where the template refuses it.
-    """
+    """Return the text of a conversation, and with ``marked`` the spans between ``{% generation %}`` markers. as_data:
+    today is ``DATE_OF_DATA``. Raises UserError where the template refuses it."""
     from transformers.utils import chat_template_utils as templates
 
     to_text: Any = templates.render_jinja_template  # it returns a tuple, but is annotated as a string

@@ -34,14 +34,10 @@ class Advance(Protocol):
 
 @dataclass(frozen=True)
 class Console:
-    """The output of one command. On a terminal, rich fits it to the width; piped, all is plain text of any width.
+    """The output of one command. On a terminal, rich fits it to the width; piped, all is plain text of any width."""
 
-    as_json: print exactly one JSON document on stdout, nothing else.
-    quiet: print nothing on stdout or stderr, for use as a library.
-    """
-
-    as_json: bool = False
-    quiet: bool = False
+    as_json: bool = False  # exactly one JSON document on stdout, nothing else
+    quiet: bool = False  # nothing at all, for use as a library
 
     @property
     def speaks(self) -> bool:
@@ -111,10 +107,8 @@ class Console:
 
     @contextlib.contextmanager
     def progress(self, description: str, total: int, *, done: int = 0, is_bytes: bool = False) -> Iterator[Advance]:
-        """Show progress by a bar on a terminal, elsewhere by a line each minute; yields ``advance(n, detail="")``.
-
-        done: the part of ``total`` that an earlier run did; it does not count for the speed.
-        """
+        """Show progress by a bar on a terminal, elsewhere by a line each minute. What an earlier run has ``done`` does
+        not count for the speed."""
         progress = _Progress(total, done, human_bytes if is_bytes else str)
         if not self.speaks:
             yield progress.add
@@ -141,10 +135,7 @@ class Console:
 
     @contextlib.contextmanager
     def contained(self, *, bars: bool = False) -> Iterator[None]:
-        """Hide what a library prints.
-
-        bars: show its progress on stderr; where that is no terminal, a line every minute.
-        """
+        """Hide what a library prints; with ``bars`` show its progress on stderr, or a line of it every minute."""
         hidden, shows = io.StringIO(), bars and self.speaks
         stream = sys.stderr if shows and sys.stderr.isatty() else hidden
         with contextlib.ExitStack() as stack:
@@ -275,10 +266,8 @@ def human_seconds(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Return strangers' text for a terminal, where an escape sequence would colour, move or overwrite other text.
-
-    New lines and tabs stay; other characters that cannot be seen are written as in Python.
-    """
+    """Return strangers' text for a terminal, where an escape sequence would overwrite other text: what cannot be seen,
+    but new lines and tabs, is written as in Python."""
     return _UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text)
 
 

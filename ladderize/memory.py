@@ -31,10 +31,8 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return the bytes that can still be allocated; None where it is unknown.
-
-    On a GPU those that are free or kept by torch's allocator; otherwise the machine's, or its control group's if fewer.
-    """
+    """Return the bytes that can still be allocated, also those that torch's allocator keeps, or a control group
+    leaves."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
@@ -57,10 +55,8 @@ def release(device: torch.device) -> None:
 
 
 def check_room(needed: int, device: torch.device, user: str, advice: str, *, processes: int = 1) -> None:
-    """Raise UserError if ``user`` needs more bytes than are free, before the system starts to kill processes.
-
-    processes: those of this machine that each need as much at once. They share its memory, and have a GPU each.
-    """
+    """Raise UserError if ``user`` needs more bytes than are free, before the system starts to kill processes; the
+    ``processes`` of a machine share its memory, and have a GPU each."""
     available = available_bytes(device)
     if device.type == "cuda" and available is not None:
         available -= available // GPU_RESERVE

@@ -47,10 +47,8 @@ def dense_class(family: Family, kind: str) -> Any:
 
 
 def register() -> None:
-    """Register converted models with transformers' Auto classes; they then load without ``trust_remote_code``.
-
-    ``save_pretrained`` of a model loaded this way also writes the .py files of a converted checkpoint.
-    """
+    """Register converted models with transformers' Auto classes; they then load without ``trust_remote_code``, and
+    ``save_pretrained`` also writes the .py files of a converted checkpoint."""
     import transformers
 
     for family in SUPPORTED:
@@ -64,19 +62,11 @@ def register() -> None:
 
 
 def load(
-    model: str | Path,
-    *,
-    dtype: str = "auto",
-    device: str | None = None,
-    trust_remote_code: bool = False,
-    **kwargs: Any,
+    model: str | Path, *, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False, **kwargs: Any
 ) -> "PreTrainedModel":
-    """Return a causal language model, ladderized or not, in eval mode.
+    """Return a causal language model (a folder or a hub id), ladderized or not, in eval mode. A ladderized checkpoint
+    always runs this package's code, never the copy in its folder.
 
-    A ladderized checkpoint always runs this package's code, never the copy in its folder.
-
-    model: a folder or a hub id.
-    dtype: "auto" (as stored) or a torch dtype's name.
     device: such as "cuda:1"; None leaves it to ``kwargs`` (``device_map``) or the CPU.
     trust_remote_code: run the code of other models.
     """
@@ -111,10 +101,8 @@ def skeleton(checkpoint: Checkpoint) -> "PreTrainedModel":
 
 
 def model_config(checkpoint: Checkpoint, trust_remote_code: bool = False) -> "PreTrainedConfig":
-    """Return transformers' config of a checkpoint.
-
-    transformers would read keys that do not count (checkpoint/opening.py), so only the class is taken from its config.
-    """
+    """Return transformers' config of a checkpoint: its class. Of the keys only those that count are the checkpoint's
+    (checkpoint/opening.py)."""
     from transformers import AutoConfig
 
     kind = type(AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code))
@@ -124,12 +112,8 @@ def model_config(checkpoint: Checkpoint, trust_remote_code: bool = False) -> "Pr
 def load_tokenizer(
     model: str | Path, *, trust_remote_code: bool = False, **kwargs: Any
 ) -> "PreTrainedTokenizerBase | None":
-    """Return the tokenizer of a checkpoint; None where its folder has none.
-
-    model: a folder or a hub id.
-    trust_remote_code: run a stranger's tokenizer code.
-    kwargs: passed to transformers.
-    """
+    """Return the tokenizer of a checkpoint (a folder or a hub id); None where its folder has none. trust_remote_code:
+    run a stranger's tokenizer code."""
     from transformers import AutoTokenizer
 
     register()  # otherwise transformers warns of an unknown config

@@ -1,8 +1,5 @@
-"""sweep.json: the models that a sweep measures, and the places of their results. Reports and plans read it. Imports no
-torch.
-
-Paths in it are relative to the sweep's folder, so that the folder can be moved.
-"""
+"""sweep.json: the models that a sweep measures, and their results. Reports and plans read it. Imports no torch. Paths
+in it are relative to the sweep's folder, so that the folder can be moved."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,48 +13,33 @@ Status = Literal["waiting", "running", "done", "failed", "skipped", "not promote
 
 @dataclass(frozen=True)
 class StageState(Record):
-    """One stage of one point, or of the whole sweep.
-
-    output: its folder.
-    seconds: the time that it took, in the run that made it.
-    reused: True if an earlier run made it.
-    message: why it failed, was skipped, or was not promoted.
-    command: the command that does the same, typed in the sweep's folder.
-    """
+    """One stage of one point, or of the whole sweep."""
 
     stage: str
-    output: str
+    output: str  # its folder
     status: Status
-    seconds: float | None = None
-    reused: bool = False
-    message: str | None = None
-    command: str | None = None
+    seconds: float | None = None  # in the run that made it
+    reused: bool = False  # an earlier run made it
+    message: str | None = None  # why it failed, was skipped, or was not promoted
+    command: str | None = None  # that does the same, typed in the sweep's folder
 
 
 @dataclass(frozen=True)
 class SweepPoint(Record):
-    """One model of the trade-off: a layout, and how it was adapted. The first point is the dense model.
-
-    adapted: ``none``, or the methods of its stages, such as ``align + full``.
-    tokens: the number that these stages read, together.
-    model: its folder; of the dense model the name that the user gave.
-    results: results.json of its evaluation.
-    adaptation: the folder of the last stage that retrained, or of the last stage.
-    timed: the model that bench.json names. Speed depends on the layout alone, so one model of each layout is timed.
-    """
+    """One model of the trade-off: a layout, and how it was adapted. The first point is the dense model."""
 
     name: str
     layout: str
     attention_sync: list[str]
     mlp_sync: list[str]
     sync_tp_size: int | None
-    adapted: str
-    tokens: int | None
-    model: str | None
-    results: str | None
-    adaptation: str | None
+    adapted: str  # ``none``, or the methods of its stages, such as ``align + full``
+    tokens: int | None  # that these stages read, together
+    model: str | None  # its folder; of the dense model the name that the user gave
+    results: str | None  # results.json of its evaluation
+    adaptation: str | None  # the folder of the last stage that retrained, or of the last stage
     stages: list[StageState]
-    timed: str | None = None
+    timed: str | None = None  # the model of this layout that bench.json names: speed depends on the layout alone
 
     @property
     def is_dense(self) -> bool:
@@ -65,33 +47,24 @@ class SweepPoint(Record):
 
     @property
     def failure(self) -> str | None:
-        """The message of its first failed stage."""
         return next((stage.message for stage in self.stages if stage.status == "failed"), None)
 
     @property
     def not_promoted(self) -> str | None:
-        """The reason for which it did not get its last stages."""
         return next((stage.message for stage in self.stages if stage.status == "not promoted"), None)
 
 
 @dataclass(frozen=True)
 class SweepDocument(Record):
-    """All of sweep.json but the schema in front.
+    """All of sweep.json but the schema in front."""
 
-    model: the dense one.
-    command: the command that made it, as a user types it.
-    margin: the accuracy that may be lost, in points (hundredths).
-    stages: those of the whole sweep, the benchmarks.
-    benches: their files.
-    """
-
-    model: str
-    command: str
+    model: str  # the dense one
+    command: str  # that made it, as a user types it
     complete: bool
-    margin: float
+    margin: float  # the accuracy that may be lost, in points (hundredths)
     points: list[SweepPoint]
-    stages: list[StageState]
-    benches: list[str]
+    stages: list[StageState]  # of the whole sweep: the benchmarks
+    benches: list[str]  # their files
 
     @property
     def every_stage(self) -> list[StageState]:
@@ -99,6 +72,5 @@ class SweepDocument(Record):
 
     @property
     def failed(self) -> list[StageState]:
-        """Every stage that failed, once."""
         failed = [stage for stage in self.every_stage if stage.status == "failed"]
         return list({stage.output or stage.message: stage for stage in failed}.values())

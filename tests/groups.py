@@ -11,12 +11,12 @@ import torch
 
 from ladderize.ranks.device import cores
 from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.messages import Observed, Recording
 from ladderize.runtime.bench.trace import traced_events
 from ladderize.runtime.collectives import shm
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.gloo import MOST_SIZES, Gloo
-from ladderize.runtime.collectives.observed import Observed, Recording
 from ladderize.runtime.collectives.shm import MOST_VIEWS, SharedMemory
 from ladderize.runtime.decode import Generator, Sampling, generate_tokens
 from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator

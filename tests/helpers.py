@@ -141,7 +141,7 @@ def blocks_of(folder: Path, dtype: torch.dtype = torch.float32) -> Blocks:
 
 def epochs(most: int) -> Any:
     """A context in which blocks are distilled for so many epochs, an option that Python alone has."""
-    from ladderize.adapt.layers.document import METHODS
+    from ladderize.adapt.layers.rewrite import METHODS
 
     blocks = METHODS["blocks"]
     changed = replace(blocks, run=lambda job, options: blocks.run(job, replace(options, epochs=most)))

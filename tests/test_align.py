@@ -10,8 +10,7 @@ from torch.nn.functional import linear
 
 from ladderize.adapt.layers import ridge as ridge_module
 from ladderize.adapt.layers.align import RIDGES, LayerReport, align
-from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob
-from ladderize.adapt.layers.measures import Contender, heldout_measures
+from ladderize.adapt.layers.layer_files import Contender, LayerFiles, LayerJob, heldout_measures
 from ladderize.adapt.layers.options import AlignOptions, layers_to_rewrite
 from ladderize.adapt.layers.ridge import RankRows, affine, refit
 from ladderize.adapt.layers.windows import Windows

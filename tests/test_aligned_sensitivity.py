@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from ladderize.adapt.layers import rewrite
-from ladderize.adapt.layers.layout_scores import AlignedLayouts, LayoutScores
+from ladderize.adapt.layers.sensitivity import AlignedLayouts, LayoutScores
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import read_windows
 from ladderize.checkpoint.opening import open_checkpoint

@@ -11,7 +11,7 @@ from scipy.optimize import linear_sum_assignment
 from ladderize import convert_checkpoint, load
 from ladderize.adapt.layers import assign
 from ladderize.adapt.layers.assign_layer import ApartBlock, BlockTokens, cheapest_ranks
-from ladderize.adapt.layers.measures import Contender, heldout_measures
+from ladderize.adapt.layers.layer_files import Contender, heldout_measures
 from ladderize.adapt.layers.windows import Windows
 from ladderize.convert.assignment import RankAssignment, read_assignment
 from ladderize.convert.plan import Changes
@@ -85,7 +85,8 @@ def test_costs_and_errors_are_those_of_real_layers(tmp_path, name):
     if units != kv_heads:
         members = block.members
     neurons = rng.permutation(NEURONS) % ranks
-    found = RankAssignment(ranks, "", {1: assign.head_order(members, HEADS // units)}, {1: tuple(neurons.tolist())})
+    heads = np.arange(HEADS).reshape(units, -1)[np.concatenate(members)].flatten().tolist()
+    found = RankAssignment(ranks, "", {1: tuple(heads)}, {1: tuple(neurons.tolist())})
     plain = blocks.layer(1, dense)
     moved = blocks.layer(1, layout, found.permuted(1, blocks.weights(1), blocks.config))
     difference = torch.cat([blocks.run(moved, state) - blocks.run(plain, state) for state in states])

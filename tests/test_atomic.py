@@ -18,7 +18,7 @@ from ladderize.convert import pipeline
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.files import output
-from ladderize.files.temporaries import temporary_folder
+from ladderize.files.output import temporary_folder
 from tests import warm
 from tests.helpers import invoke, listing, one_sentence, save_llama
 from tests.test_convert import fingerprint

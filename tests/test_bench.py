@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ladderize import memory
-from ladderize.demo.inputs import MODEL
+from ladderize.demo.command import MODEL
 from ladderize.errors import UserError
 from ladderize.runtime import launch as distributed
 from ladderize.runtime import model as runtime_model
@@ -20,11 +20,11 @@ from ladderize.runtime.bench import plan as bench_plan
 from ladderize.runtime.bench.document import BenchDocument, environment
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives, Handle
+from ladderize.runtime.collectives.differentiable import Unadded
 from ladderize.runtime.collectives.emulated import Emulated
-from ladderize.runtime.collectives.stream import Unadded
 from ladderize.runtime.decode import Generator
 from ladderize.runtime.operations import Operations
-from ladderize.vllm.served import served_models
+from ladderize.vllm.bench import served_models
 from tests.groups import ALONE, report_and_die, report_once
 from tests.helpers import (
     FAMILIES,

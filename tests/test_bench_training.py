@@ -10,10 +10,10 @@ import torch
 from ladderize.checkpoint.config import expected_tensors
 from ladderize.runtime.bench import rounds, training
 from ladderize.runtime.bench.document import BenchDocument, Overlap
+from ladderize.runtime.bench.messages import Observed
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.plan import needed_bytes, plan_bench
 from ladderize.runtime.collectives.base import Handle
-from ladderize.runtime.collectives.observed import Observed
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.training import linear
 from tests.groups import ALONE

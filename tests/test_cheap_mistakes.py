@@ -52,7 +52,7 @@ MISTAKES = {
     "generate src --prompt-file nowhere.txt --out o.jsonl": "nowhere.txt does not exist",
     "calibrate --out nowhere/c.json": "the folder",
     "key": "key.yaml: unknown key 'layuots' (did you mean 'layouts'?); known are model, out,",
-    "option": "option.yaml: layouts[0]: options: convert has no option 'laddr' (did you mean 'ladder'?)",
+    "option": "option.yaml: layouts[0]: there is no option 'laddr' (did you mean 'ladder'?)",
     "method": "adapt[0]: method is 'ful' (did you mean 'full'?), but must be one of full, lora,",
     "name": "layouts names 'hafl', but no layout has this name (did you mean 'half'?); known are half",
     "task": "eval: no task has the name 'arc_eazy' or matches it (did you mean 'arc_easy' or",

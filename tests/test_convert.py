@@ -13,7 +13,7 @@ import torch
 from ladderize import convert_checkpoint, load
 from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.checkpoint.reading import INDEX
-from ladderize.convert.card import split_front_matter
+from ladderize.convert.pipeline import split_front_matter
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.errors import UserError
 from ladderize.layout import Layout, LayoutError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ladderize.demo.command import demo_folder, write_inputs
 from ladderize.demo.corpus import GENRES, dataset, documents, items
-from ladderize.demo.inputs import demo_folder, write_inputs
 from ladderize.sweep.sweep_file import read_sweep
 from tests.helpers import ROOT, invoke
 

@@ -17,8 +17,8 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
 from ladderize.cli import BadCommandLine, app
-from ladderize.demo.inputs import MODEL
-from ladderize.files.parsing import parse_yaml
+from ladderize.demo.command import MODEL
+from ladderize.files.documents import parse_yaml
 from ladderize.sweep.sweep_file import sweep_spec
 from tests.helpers import ROOT, invoke_well
 

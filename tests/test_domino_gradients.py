@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 
-from ladderize.adapt.data.packing import IGNORED_TARGET, PADDING_TARGET
 from ladderize.adapt.options import Objective
-from ladderize.adapt.train.student import make_student, make_teacher, open_model, trained_tensors
-from ladderize.adapt.train.training_model import file_name
+from ladderize.adapt.train.training_model import file_name, make_student, make_teacher, open_model, trained_tensors
+from ladderize.adapt.training_data import IGNORED_TARGET, PADDING_TARGET
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks

@@ -16,8 +16,8 @@ from lm_eval.api.instance import Instance
 
 from ladderize import EvalOptions, compare, convert_checkpoint, evaluate, load
 from ladderize.convert.recipe import Recipe
+from ladderize.demo.command import MODEL, TASKS, write_documents
 from ladderize.demo.corpus import documents
-from ladderize.demo.inputs import MODEL, TASKS, write_documents
 from ladderize.errors import UserError
 from ladderize.eval import tasks
 from ladderize.eval.model import HFModel

@@ -12,7 +12,7 @@ import pytest
 
 from ladderize import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.demo.inputs import MODEL, TASKS
+from ladderize.demo.command import MODEL, TASKS
 from tests.helpers import ROOT, fresh_rng, invoke, listing
 from tests.warm import PATIENCE, free_port
 

@@ -10,7 +10,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.demo.inputs import MODEL, write_documents
+from ladderize.demo.command import MODEL, write_documents
 from tests.helpers import ROOT, invoke_well, save_llama
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

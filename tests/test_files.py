@@ -7,8 +7,7 @@ import pytest
 from ladderize.data.windows import read_documents
 from ladderize.errors import UserError
 from ladderize.files import regular
-from ladderize.files.documents import check_writable, read_json, read_own
-from ladderize.files.parsing import parse_json, read_yaml
+from ladderize.files.documents import check_writable, parse_json, read_json, read_own, read_yaml
 from tests.helpers import invoke, one_sentence, save_llama
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ladderize import load
-from ladderize.demo.inputs import MODEL
+from ladderize.demo.command import MODEL
 from ladderize.runtime.decode import Sampling, sample
 from ladderize.runtime.generate import GenerateDocument
 from ladderize.runtime.spec import checkpoint_spec, eos_ids

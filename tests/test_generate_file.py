@@ -13,8 +13,8 @@ import torch
 from pyarrow import parquet
 
 from ladderize import load
+from ladderize.demo.command import MODEL
 from ladderize.demo.corpus import items
-from ladderize.demo.inputs import MODEL
 from ladderize.modeling import load_tokenizer
 from ladderize.runtime import generate_file
 from ladderize.runtime.decode import sample

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
 
-from ladderize.demo.inputs import MODEL
+from ladderize.demo.command import MODEL
 from ladderize.eval import likelihoods
 from ladderize.eval.likelihoods import LikelihoodLM
 from ladderize.modeling import load_tokenizer

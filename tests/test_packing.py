@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers.masking_utils import find_packed_sequence_indices
 
-from ladderize.adapt.data.packing import IGNORED_TARGET, PADDING_TARGET, collate
+from ladderize.adapt.training_data import IGNORED_TARGET, PADDING_TARGET, collate
 from tests.adapt_data.rows import examples_of, packed
 from tests.helpers import fresh_rng, make_model, random_ids
 

@@ -9,7 +9,7 @@ from ladderize.eval.results import EvaluatedModel, ModelResult
 from ladderize.eval.table import mean_accuracy
 from ladderize.layout import Layout
 from ladderize.sweep import run
-from ladderize.sweep.promotion import Entrant, promoted, ranking
+from ladderize.sweep.plan import Entrant, promoted, ranking
 from tests.helpers import fresh_rng, invoke, invoke_well
 from tests.sweeps import plan_of, ran, read, spec, stages_here, sweep, write
 

@@ -17,7 +17,7 @@ from ladderize.report.documents import find_documents
 from ladderize.report.join import join_documents
 from ladderize.report.models import pareto_front
 from ladderize.report.page import build_page
-from ladderize.report.plot import ACCURACY, PERPLEXITY
+from ladderize.report.plots import ACCURACY, PERPLEXITY
 from ladderize.sweep.show import show_models
 from ladderize.sweep_document import StageState
 from tests.evaluations import Written

@@ -4,7 +4,7 @@ padding, pieces of texts. Ranks are those of test_runtime.py."""
 import pytest
 import torch
 
-from ladderize.runtime.decode import FixedStep, Generator
+from ladderize.runtime.decode import FixedPass, Generator
 from ladderize.runtime.schedule import Schedule
 from tests.groups import make_generator
 from tests.helpers import FAMILIES, make_model, random_ids
@@ -30,12 +30,12 @@ def test_padding_and_the_step_that_cuda_graphs_capture(opened):
     first, second = 20, SHORT
     for fixed in (False, True):
         found = generator.prefill([ids[0, :first].tolist(), ids[1, :second].tolist()])
-        step = FixedStep(generator, 40)
+        step = FixedPass(generator, 40)
         for more in range(TOKENS - first):
             torch.testing.assert_close(found[0], expected[0, first + more - 1], **LIMITS)
             torch.testing.assert_close(found[1], expected[1, second + more - 1], **LIMITS)
             tokens = torch.stack((ids[0, first + more], ids[1, second + more]))
-            step.set(tokens, first + more, generator.padding)
+            step.set(tokens[:, None], first + more, generator.padding)
             found = step.run() if fixed else generator.decode_one_token(tokens)
 
 

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 
 from ladderize import load
 from ladderize.adapt.layers import rewrite, spd
-from ladderize.adapt.layers.document import METHODS
 from ladderize.adapt.layers.layer_files import LayerFiles
+from ladderize.adapt.layers.rewrite import METHODS
 from ladderize.convert.assignment import read_assignment
 from ladderize.convert.inspection import read_retrainings
+from ladderize.demo.command import MODEL
 from ladderize.demo.corpus import documents
-from ladderize.demo.inputs import MODEL
-from ladderize.files.parsing import parse_yaml
+from ladderize.files.documents import parse_yaml
 from tests import warm
 from tests.helpers import epochs, invoke, listing, one_sentence, refusal
 

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from ladderize.demo.inputs import MODEL
+from ladderize.demo.command import MODEL
 from ladderize.sweep import run
 from tests.helpers import ROOT, SHAPE, invoke, invoke_json, invoke_well, refusal, save_llama
 from tests.sweeps import FAST, plan_of, ran, read, rerun, set_gpus, spec, stages_here, stages_of, sweep, write

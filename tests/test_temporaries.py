@@ -7,8 +7,7 @@ from unittest import mock
 import pytest
 
 from ladderize.files.documents import write_json
-from ladderize.files.output import atomic_folder, clean_up, scratch_folder
-from ladderize.files.temporaries import replacement
+from ladderize.files.output import atomic_folder, clean_up, replacement, scratch_folder
 from tests.helpers import listing
 
 
@@ -22,7 +21,7 @@ def test_an_error_while_writing_leaves_the_old_file(tmp_path):
 
 
 def test_a_file_system_without_locks_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("ladderize.files.temporaries.fcntl.flock", mock.Mock(side_effect=OSError("no locks here")))
+    monkeypatch.setattr("ladderize.files.output.fcntl.flock", mock.Mock(side_effect=OSError("no locks here")))
     with scratch_folder(tmp_path / "out") as mine:
         clean_up(tmp_path / "out")
         assert mine.is_dir()
@@ -54,7 +53,7 @@ def test_a_failure_leaves_no_empty_folders(tmp_path):
 def test_a_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
     (tmp_path / "s.json").write_text("old")
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr("ladderize.files.temporaries.os.fsync", mock.Mock(side_effect=full))
+    monkeypatch.setattr("ladderize.files.output.os.fsync", mock.Mock(side_effect=full))
     with pytest.raises(OSError, match="No space left on device: '.*/s.json'"):
         write_json(tmp_path / "s.json", {"a": 1})
     assert listing(tmp_path) == ["s.json"]

@@ -5,9 +5,8 @@ import re
 import pytest
 
 from ladderize.errors import UserError
-from ladderize.vllm import environment, touched
-from ladderize.vllm.environment import REQUIREMENT, check_vllm, is_newer
-from ladderize.vllm.touched import newer_problem
+from ladderize.vllm import environment
+from ladderize.vllm.environment import REQUIREMENT, check_vllm, is_newer, newer_problem
 from tests.helpers import ROOT
 
 # names of the standard library; a decoder is given "strict", and keeps it
@@ -35,7 +34,7 @@ def test_versions(monkeypatch, version, taken, newer):
     else:
         with pytest.raises(UserError, match=re.escape(f"this is vLLM {version}; pip install")):
             check_vllm()
-    monkeypatch.setattr(touched, "TOUCHED", LACKING)
+    monkeypatch.setattr(environment, "TOUCHED", LACKING)
     problem = newer_problem()
     assert (problem is not None) == newer
     assert problem is None or "json:other, json:JSONDecoder.loose, json:Gone, json.no_such_module;" in problem

@@ -75,8 +75,7 @@ def lora_config(
 
 
 def add_adapters(model: Any, config: "LoraConfig", seed: int) -> "PeftModel":
-    """Return ``model`` wrapped by PEFT: its parameters frozen, the adapters in float32, initialised alike on every
-    rank."""
+    """Return ``model`` wrapped by PEFT: its parameters frozen, the adapters in float32, alike on every rank."""
     import torch
     from peft import get_peft_model
 

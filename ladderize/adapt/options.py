@@ -4,26 +4,36 @@
 import re
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from ladderize import choices
 from ladderize.adapt.lora import LORA_TARGETS
-from ladderize.adapt.methods import (
-    ALIGN,
-    BLOCKS,
-    COMPUTE_DTYPE,
-    FULL,
-    LORA,
-    TRAINING_SEED,
-    Method,
-    TrainingDtype,
-    Write,
-    check_lr,
-)
-from ladderize.choices import argument, check_options, flag, option, split_names
+from ladderize.choices import MAX_SEED, Option, argument, check_options, flag, option, split_names
 from ladderize.data.files import HUB, check_sources, hub_dataset
 from ladderize.errors import UsageError
 from ladderize.runtime.schedule import ScheduleName
+
+Method = Literal["full", "lora", "blocks", "align"]
+FULL: Final = "full"
+LORA: Final = "lora"
+BLOCKS: Final = "blocks"
+ALIGN: Final = "align"
+
+CONVERTED: Final = "converted"  # of --train
+Write = Literal["best", "last"]  # the weights that become the output
+METRICS = "metrics.jsonl"  # of retraining: a line for each step and each validation
+MAX_LR = 1e3
+SAMPLES = Option("Windows to align on, or to train blocks on.", min=1, shown="131,072 tokens; blocks: up to 1024")
+TRAINING_SEED = Option("Seed of which data are used, and their order.", min=0, max=MAX_SEED)
+TrainingDtype = Literal["auto", "float32", "bfloat16"]  # float16 has too small a range
+COMPUTE_DTYPE = Option("float32, bfloat16, or auto: float32 if the model is stored in it, else bfloat16.", "DTYPE")
+
+
+def check_lr(lr: float | None) -> None:
+    """Raise UsageError for a learning rate that cannot be trained with."""
+    if lr is not None and not 0 < lr <= MAX_LR:
+        raise UsageError(f"--lr must be above 0 and at most {MAX_LR:g}, not {lr:g}")
+
 
 LORA_RANK = 16
 MOST_TOKENS = 10**18  # more than any data have
@@ -87,10 +97,7 @@ _memory, _output = partial(option, panel=choices.MEMORY), partial(option, panel=
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptOptions:
-    """The options of ``ladderize adapt``; see its --help. None: the model decides (``Pace``).
-
-    Raises UsageError for a value out of its range, and for options that do not go together.
-    """
+    """The options of ``ladderize adapt``; see its --help. None: the model decides (``Pace``)."""
 
     model: str = argument(
         "MODEL", "A converted checkpoint, or with --train a dense one: folder or hub id. It is never changed."
@@ -104,9 +111,7 @@ class AdaptOptions:
         metavar="FILE[=WEIGHT]",
     )
     seq_len: int | None = option(choices.SEQ_LEN)
-    samples: int | None = _data(
-        "Windows to align on, or to train blocks on.", min=1, shown="131,072 tokens; blocks: up to 1024"
-    )
+    samples: int | None = _data(SAMPLES)
     seed: int = _data(TRAINING_SEED, 0)
 
     method: Method = _method(

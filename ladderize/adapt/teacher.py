@@ -1,7 +1,4 @@
-"""Checks on a pair of student and dense teacher, and on whether training brought the student closer to it.
-
-The teacher is the model that the student was converted from, or, for a dense student, another one.
-"""
+"""Checks on a pair of student and dense teacher, and on whether training brought the student closer to it."""
 
 import math
 from pathlib import Path
@@ -38,11 +35,8 @@ def _function(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def check_related(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> None:
-    """Raise UserError where the weights of a pair (``check_pair``) are unrelated.
-
-    Compared are the middle rows of the embedding, and of an MLP of the first layer that is not converted and lies in
-    the dense model's order.
-    """
+    """Raise UserError where the weights of a pair are unrelated: the middle rows of the embedding, and of an MLP of the
+    first layer that is not converted and lies in the dense model's order."""
     layout, assignment = Layout.from_config(student.config), assignment_of(student)
     moved = assignment.neurons if assignment is not None else ()
     same = sorted(set(range(layout.num_layers)) - {*layout.converted_layers, *moved})
@@ -64,8 +58,8 @@ def _middle_rows(checkpoint: Checkpoint, name: str) -> Tensor:
 def check_improved(
     criterion: str, before: float, after: float, *, work: Path, advice: str, method: str = "training"
 ) -> None:
-    """Raise UserError unless the held-out ``criterion``, such as KL, is lower after training than before.
-    before, after: nats per token, after: with the weights that would be written. advice: what else to try."""
+    """Raise UserError unless the held-out ``criterion``, such as KL, is lower after training than before, in nats per
+    token."""
     if not after < before:
         raise UserError(
             f"{method} never lowered the held-out {criterion} (before {before:.4g}, after {after:.4g}), so nothing is"
@@ -75,8 +69,7 @@ def check_improved(
 
 
 def target_text(before: float, after: float, dense: float) -> str:
-    """Return the dense model's perplexity as the target, and in words the share of the conversion's loss, in
-    logarithms, that was won back."""
+    """Return the dense model's perplexity as the target, and the share of the conversion's loss that was won back."""
     target = f"dense model (target) {dense:.4f}"
     if not dense < before < math.inf or not 0 < after < math.inf:  # the conversion cost nothing, or nobody knows
         return target

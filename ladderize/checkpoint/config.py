@@ -92,10 +92,8 @@ def most_positions(config: Mapping[str, Any]) -> int:
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a model with this config, by name; a tied LM head has none.
-
-    An unsupported family gets the parameters of a Llama of the same sizes.
-    """
+    """Return the shape of every parameter of a model with this config, by name; a tied LM head has none. An unsupported
+    family gets the parameters of a Llama of the same sizes."""
     family = known_family(config)
     full, decoder = family.complete(config), family.describe(config)
     hidden, inner, dim = full["hidden_size"], full["intermediate_size"], full["head_dim"]

@@ -1,7 +1,4 @@
-"""A checkpoint as plain transformers takes it: the config keys that count, and the tensors that are the model's.
-
-Everything that reads a checkpoint begins here, so all of ladderize computes what transformers does.
-"""
+"""A checkpoint as plain transformers takes it: the config keys that count, and the tensors that are the model's."""
 
 import re
 from collections import defaultdict
@@ -66,11 +63,9 @@ def find_source(model: str | Path) -> Source:
 
 
 def open_checkpoint(model: str | Path, *, sound: Sound = "floats") -> Checkpoint:
-    """Return a checkpoint (a folder or a hub id, which is downloaded) whose config and headers are sound.
-
-    sound: "floats" is of a supported family, and no quantised one; "any" takes those, too, and other families, of
-    which no tensor is checked. Pickle weights, which are never opened, adapters and truncated files are a UserError.
-    """
+    """Return a checkpoint (a folder or a hub id, which is downloaded) whose config and headers are sound: "floats" is
+    of a supported family, and no quantised one; "any" takes those, too, and other families, whose tensors are not
+    checked. Pickle weights, which are never opened, adapters and truncated files are a UserError."""
     return find_source(model).open(sound)
 
 
@@ -118,10 +113,8 @@ def read_config_and_warnings(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Return the checkpoint in ``folder``, from its config, index and headers.
-
-    Of a supported family the names are a Llama's, and ``tie_word_embeddings`` is what the weights say.
-    """
+    """Return the checkpoint in ``folder``, from its config, index and headers. Of a supported family the names are a
+    Llama's, and ``tie_word_embeddings`` is what the weights say."""
     return _read(folder, *read_config_and_warnings(folder))
 
 
@@ -153,10 +146,8 @@ def with_model_names(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def with_tied_ends(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with embedding and LM head tied as transformers ties them (``tie_weights``).
-
-    They are tied, and the embedding alone is kept, where the config asks for it, unless both are stored and differ.
-    """
+    """Return the checkpoint with embedding and LM head tied as transformers ties them (``tie_weights``): the embedding
+    alone is kept, where the config asks for it, unless both are stored and differ."""
     tensors = dict(checkpoint.tensors)
     if not is_tied(checkpoint.config) or HEAD not in tensors:
         return checkpoint

@@ -1,8 +1,5 @@
-"""Quantised checkpoints, which pass through a conversion unchanged.
-
-A layout changes no weight. The checks only decide whether the output can be served: every quantised projection has its
-scales, and no virtual rank splits a group. Nothing here computes with quantised weights.
-"""
+"""Quantised checkpoints, which pass through a conversion unchanged. The checks only decide whether the output can be
+served: every quantised projection has its scales, and no virtual rank splits a group."""
 
 import dataclasses
 import importlib.util
@@ -86,10 +83,8 @@ class Quantisation:
 
     @property
     def not_run(self) -> str | None:
-        """The reason for which no forward pass on a CPU can prove anything here; None where one can.
-
-        On a CPU transformers was only seen to run compressed-tensors without zero points.
-        """
+        """The reason for which no forward pass on a CPU can prove anything here; None where one can: transformers was
+        only seen to run compressed-tensors without zero points."""
         weights = [group.get("weights") or {} for group in self.groups]
         with_zeros = "" if all(weight.get("symmetric", True) for weight in weights) else " with zero points"
         problem = self.problem_in_transformers
@@ -104,10 +99,8 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantisation_of(config: Mapping[str, Any], folder: Path | None = None) -> Quantisation | None:
-    """Return the quantisation that a config, or modelopt's own file in ``folder``, states; None of floats.
-
-    An unknown method, and rotated or sparse weights, are a UserError.
-    """
+    """Return the quantisation that a config, or modelopt's own file in ``folder``, states; None of floats. An unknown
+    method, and rotated or sparse weights, are a UserError."""
     stated = next((config[key] for key in QUANTISATION_KEYS if config.get(key)), None)
     if stated is None and folder is not None and (folder / MODELOPT_FILE).is_file():
         stated = {"quant_method": "modelopt", **read_json(folder / MODELOPT_FILE)}
@@ -136,13 +129,8 @@ def _refuse(problem: str) -> NoReturn:
 def plain_view(
     checkpoint: Checkpoint, quantisation: Quantisation | None, expected: Mapping[str, tuple[int, ...]]
 ) -> Checkpoint:
-    """Return the checkpoint as if its projections held floats, for the checks that all checkpoints pass.
-
-    A weight of the projection's shape stands for the tensors of each quantised one, which has all its scales. Nothing
-    can be read from it.
-
-    expected: every tensor of the unquantised model, name -> shape.
-    """
+    """Return the checkpoint as if its projections held floats, for the checks that all checkpoints pass: a weight of
+    the projection's ``expected`` shape, of which nothing can be read, stands for the tensors of each quantised one."""
     if quantisation is None:
         return checkpoint
     tensors = {name: info for name, info in checkpoint.tensors.items() if not KV_SCALE.fullmatch(name)}
@@ -188,10 +176,8 @@ def has_measured_scales(tensors: Iterable[str]) -> bool:
 
 
 def check_ranks(checkpoint: Checkpoint, quantisation: Quantisation, ranks: int) -> None:
-    """Raise UserError unless each of ``ranks`` has whole groups, blocks and packed words of every projection.
-
-    Weights, scales and zero points all have the projection's two dimensions, in units of their own.
-    """
+    """Raise UserError unless each of ``ranks`` has whole groups, blocks and packed words of every projection, whose
+    weights, scales and zero points all have its two dimensions, in units of their own."""
     kv_heads = complete_config(checkpoint.config)["num_key_value_heads"]
     for name, info in checkpoint.tensors.items():
         module = name.rpartition(".")[0]

@@ -1,7 +1,5 @@
-"""The files of a checkpoint, read without loading it: the index, and every safetensors header.
-
-``opening`` decides on names of tensors, and on which count. Checkpoints come from strangers, so nothing is trusted: an
-index may not name a path outside its folder, a header may not lie about sizes, and nothing is ever unpickled.
+"""The files of a checkpoint, read without loading it: the index, and every safetensors header. Checkpoints come from
+strangers: an index may not name a path outside its folder, a header may not lie about sizes, and nothing is unpickled.
 """
 
 import json
@@ -62,11 +60,8 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder: its config and the place of each tensor; no tensor is in memory.
-
-    tensors: by the name in the model, which may differ from the name in the file.
-    warnings: what is read otherwise than it is written.
-    """
+    """A checkpoint folder: its config, the place of each tensor by the name in the model, which may differ from that in
+    the file, and warnings of what is read otherwise than it is written."""
 
     folder: Path
     config: dict[str, Any]

@@ -9,20 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ladderize.checkpoint.reading import (
-    DTYPE_BYTES,
-    STORED_NAMES,
-    Checkpoint,
-    TensorInfo,
-    read_header,
-    torch_dtype,
-)
+from ladderize.checkpoint.reading import DTYPE_BYTES, STORED_NAMES, Checkpoint, TensorInfo, read_header, torch_dtype
 from ladderize.console import sentence
 from ladderize.errors import UserError
 from ladderize.families.base import Decoder, everywhere
 from ladderize.families.registry import known_family
+from ladderize.files.output import fsync
 from ladderize.files.regular import open_regular
-from ladderize.files.temporaries import fsync
 
 if TYPE_CHECKING:
     import torch
@@ -39,13 +32,8 @@ def read_tensor(
     dtype: "torch.dtype | None" = None,
     device: "torch.device | str" = "cpu",
 ) -> "Tensor":
-    """Return a tensor, or the indices ``start`` to ``stop`` of its dimension ``dim`` (0 or 1).
-
-    It has its own memory: the file is mapped only while it is read, since mapped pages count as the process's.
-
-    folder: the folder that ``info.file`` is relative to.
-    dtype: None keeps the stored one.
-    """
+    """Return a tensor, or the indices ``start`` to ``stop`` of its dimension ``dim`` (0 or 1), in its own memory: the
+    file is mapped only while it is read, since mapped pages count as the process's."""
     import torch
     from safetensors import SafetensorError, safe_open
 
@@ -76,11 +64,8 @@ def write_file(
     chunks: "Callable[[str], Iterable[Tensor]]",
     advance: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Write a safetensors file: its header, and the values of each tensor in turn.
-
-    tensors: name, safetensors dtype and shape; wide dtypes first, so that each is aligned.
-    chunks: returns the values of a tensor, by its name, some at a time, on any device.
-    """
+    """Write a safetensors file: of each tensor name, safetensors dtype and shape (wide dtypes first, so that each is
+    aligned), and its values in ``chunks``, on any device."""
     import torch
 
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -98,16 +83,10 @@ def write_file(
 
 
 def write_tensors(
-    path: Path,
-    infos: "Mapping[str, tuple[torch.dtype, Sequence[int]]]",
-    produce: "Callable[[str], Tensor]",
+    path: Path, infos: "Mapping[str, tuple[torch.dtype, Sequence[int]]]", produce: "Callable[[str], Tensor]"
 ) -> None:
-    """Write the file ``path`` with the tensors that ``produce(name)`` returns one after the other, and fsync it.
-
-    safetensors' own save_file wants all tensors in memory at once. On any error no file is left.
-
-    infos: name -> (dtype, shape) of each.
-    """
+    """Write the file ``path`` with the tensors that ``produce(name)`` returns one after the other, and fsync it;
+    save_file of safetensors wants all in memory at once. On any error no file is left. infos: dtype, shape."""
 
     def announced(name: str) -> "Iterator[Tensor]":
         tensor = produce(name).detach()
@@ -155,11 +134,8 @@ def dense_function(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Return a sha256 of names, dtypes, shapes and a few values of every tensor, independent of the shards.
-
-    The values in the middle of each distinguish two fine-tunes without reading gigabytes. The config's dense function
-    counts; its layout does not.
-    """
+    """Return a sha256 of names, dtypes, shapes and a few values in the middle of every tensor, independent of the
+    shards. The config's dense function counts; its layout does not."""
     digest = hashlib.sha256(json.dumps(dense_function(checkpoint.config), sort_keys=True).encode())
     with ExitStack() as stack:
         files = {name: stack.enter_context(open_regular(checkpoint.folder / name)) for name in checkpoint.weight_files}

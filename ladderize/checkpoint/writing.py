@@ -1,8 +1,5 @@
-"""Writes a checkpoint's folder, whole or not at all.
-
-A weight file that does not change is linked or copied. Others are written some rows of a tensor at a time, with another
-dtype, order of heads and neurons, or values.
-"""
+"""Writes a checkpoint's weights: a file that does not change is linked or copied, others are written some rows of a
+tensor at a time, with another dtype, order of heads and neurons, or values."""
 
 import json
 import shutil
@@ -11,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ladderize.checkpoint.config import EMBEDDING, expected_tensors
+from ladderize.checkpoint.config import EMBEDDING
 from ladderize.checkpoint.reading import (
     DTYPE_BYTES,
     FLOAT_DTYPES,
@@ -28,8 +25,8 @@ from ladderize.checkpoint.tensors import read_tensor, shorter, write_file
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.documents import read_json
+from ladderize.files.output import fsync
 from ladderize.files.regular import open_regular
-from ladderize.files.temporaries import fsync
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,23 +69,14 @@ class Shard:
 
 
 def plan_shards(
-    checkpoint: Checkpoint,
-    *,
-    dtype: str | None = None,
-    moves: Mapping[str, Move] | None = None,
-    replace: Mapping[str, TensorInfo] | None = None,
-    config: Mapping[str, Any] | None = None,
+    checkpoint: Checkpoint, dtype: str | None, moves: Mapping[str, Move], replace: Mapping[str, TensorInfo]
 ) -> list[Shard]:
     """Return the weight files of an output, with every tensor in the file that it was in.
 
-    dtype: store all as float32, float16 or bfloat16.
-    moves: permutations, by tensor.
+    dtype: store all as float32, float16 or bfloat16; None: as they are.
     replace: tensors with values from elsewhere, which do not move; they are stored in the dtype of those that they
     replace. An LM head that the checkpoint lacks goes beside the embedding, as it is.
-    config: the output's, where it is not the checkpoint's.
     """
-    moves, replace = moves or {}, replace or {}
-    _check_replacements(checkpoint, replace, config or checkpoint.config)
     files: dict[str, list[Entry]] = {name: [] for name in checkpoint.weight_files}
     changed = set()
     for name, old in checkpoint.tensors.items():
@@ -107,24 +95,10 @@ def plan_shards(
     ]
 
 
-def _check_replacements(checkpoint: Checkpoint, replace: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> None:
-    """Raise UserError unless each replacement is a float tensor with the shape of one of the output's."""
-    shapes = expected_tensors(config)
-    for name, new in replace.items():
-        task = f"{new.file} is to replace {name}"
-        if name not in shapes:
-            raise UserError(f"{task}, but {checkpoint.folder} has no such tensor")
-        if new.shape != shapes[name] or new.dtype not in FLOAT_DTYPES:
-            raise UserError(f"{task}, but is {new.dtype} {list(new.shape)} instead of floats {list(shapes[name])}")
-
-
 def write_weights(
     source: Path, shards: Sequence[Shard], folder: Path, *, copy: bool, advance: Callable[[int], None]
 ) -> Counter[str]:
-    """Write the weight files and their index; return how many were linked, copied and rewritten.
-
-    copy: copy unchanged weight files instead of hard-linking them.
-    """
+    """Write the weight files and their index; return how many were linked, copied and rewritten."""
     ways = Counter[str]()
     with ThreadPoolExecutor(1) as behind:
         on_disk = []
@@ -151,10 +125,8 @@ def write_weights(
 
 
 def _values(entry: Entry, folder: Path) -> "Iterator[Tensor]":
-    """Yield a tensor's values as they are stored, some rows at a time.
-
-    Each is valid until the next one: they share a buffer, since fresh memory costs more than the copy.
-    """
+    """Yield a tensor's values as they are stored, some rows at a time, each valid until the next one: they share a
+    buffer, since fresh memory costs more than the copy."""
     import torch
 
     info, move = entry.source, entry.move

@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import cast
 
 from ladderize.adapt.layers.options import AlignOptions, BlockwiseOptions
-from ladderize.adapt.methods import ALIGN, BLOCKS, LORA
-from ladderize.adapt.options import AdaptOptions
+from ladderize.adapt.options import ALIGN, BLOCKS, LORA, AdaptOptions
 from ladderize.choices import DeviceName
 from ladderize.commands.shared import loading, show_layers, start_on, start_server
 from ladderize.console import Console
@@ -19,7 +18,7 @@ def adapt(options: AdaptOptions, console: Console) -> None:
         start_server(1 if options.dry_run else options.tp_size)
         importlib.import_module(f"ladderize.adapt.{'train.run' if layers is None else 'layers.rewrite'}")
     if options.dry_run:
-        from ladderize.adapt.train.memory import estimate_training
+        from ladderize.adapt.train.task import estimate_training
 
         document, text = estimate_training(options)
         console.document(document)

@@ -21,7 +21,7 @@ from ladderize.choices import (
 )
 from ladderize.console import Console
 from ladderize.errors import UserError
-from ladderize.files.parsing import read_yaml
+from ladderize.files.documents import read_yaml
 
 # typer's error for a bad command line, whose module differs between versions
 BadCommandLine: Any = typer.BadParameter.__base__

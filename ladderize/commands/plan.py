@@ -31,7 +31,7 @@ def plan(options: PlanOptions, console: Console) -> None:
 
 def _next_commands(result: "PlanResult") -> Iterator[str]:
     """Yield the commands that make the chosen layout, or that of the most favourable verdict, if one is favourable."""
-    from ladderize.plan.verdict import CHECKPOINT_ROW
+    from ladderize.plan.rows import CHECKPOINT_ROW
 
     options, choice = result.options, result.choice
     if choice is not None and options.model is not None:

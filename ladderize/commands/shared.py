@@ -18,7 +18,7 @@ from ladderize.layout import check_split
 from ladderize.ranks.environment import WORLD_SIZE
 
 if TYPE_CHECKING:
-    from ladderize.adapt.layers.document import LayersDocument
+    from ladderize.adapt.layers.rewrite import LayersDocument
 
 MOST_SHOWN = 8  # files of a folder
 LOADING = "loading torch and transformers"  # the first line of a command that computes
@@ -114,7 +114,7 @@ def command_line(*arguments: object) -> str:
 
 def show_layers(console: Console, document: "LayersDocument") -> None:
     """Print what happened to each layer, and the measures of the model before and after."""
-    from ladderize.adapt.layers.document import METHODS
+    from ladderize.adapt.layers.rewrite import METHODS
 
     rows = [report.row() for report in document.layers]
     console.table(rows, right=[next(iter(rows[0]))])

@@ -1,11 +1,9 @@
-"""The assignment of KV groups and MLP neurons to virtual ranks: exact for the dense function, and where sums are late
-or dropped a choice of what shares a rank.
+"""The assignment of KV groups and MLP neurons to virtual ranks: what shares a rank where sums are late or dropped.
 
 Virtual rank k owns the k-th contiguous block of heads and of neurons, so an assignment is a permutation of both:
 
 * a *head order* of a layer is a permutation of its query heads: the head at new position p is the old head
-  ``order[p]``. Whole KV groups move (the heads // kv_heads consecutive heads that share a KV head), in any order
-  within each;
+  ``order[p]``. Whole KV groups move, in any order within each;
 * the *neurons* of a layer have a rank each, all ranks equally many. Those of one rank keep their old order.
 """
 
@@ -36,26 +34,6 @@ LIES_IN = {
     **{f"mlp.{name}_proj.{kind}": ("neurons", 0) for name in ("gate", "up") for kind in TENSOR_KINDS},
     "mlp.down_proj.weight": ("neurons", 1),
 }
-
-
-def check_order(order: Sequence[int], heads: int, kv_heads: int) -> None:
-    """Raise UserError unless ``order`` is a permutation of the heads that keeps KV groups together."""
-    group = heads // kv_heads
-    groups = {(position // group, head // group) for position, head in enumerate(order)}
-    if sorted(order) != list(range(heads)) or len(groups) > kv_heads:
-        raise UserError(
-            f"its order is not a permutation of the heads 0 to {heads - 1} in which the {group} heads of each KV head"
-            " stay together"
-        )
-
-
-def check_neurons(ranks: Sequence[int], neurons: int, sync_tp_size: int) -> None:
-    """Raise UserError unless ``ranks`` gives every neuron a rank, and every rank equally many."""
-    if Counter(ranks) != dict.fromkeys(range(sync_tp_size), neurons // sync_tp_size):
-        raise UserError(
-            f"it does not give each of the {neurons} neurons of the MLP a rank from 0 to {sync_tp_size - 1}, and every"
-            " rank equally many"
-        )
 
 
 @dataclass(frozen=True)
@@ -97,22 +75,31 @@ class RankAssignment(Record):
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Raise UserError unless everything fits a model with this config."""
+        layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+        neurons = config["intermediate_size"]
+        group = heads // kv_head_count(config)
+        shares = dict.fromkeys(range(self.sync_tp_size), neurons // self.sync_tp_size)
         for layer in (*self.heads, *self.neurons):
-            if not 0 <= layer < config["num_hidden_layers"]:
-                raise UserError(
-                    f"the assignment names layer {layer}, but the model has {config['num_hidden_layers']} layers"
+            if not 0 <= layer < layers:
+                raise UserError(f"the assignment names layer {layer}, but the model has {layers} layers")
+            order, ranks = self.heads.get(layer, range(heads)), self.neurons.get(layer)
+            groups = {(position // group, head // group) for position, head in enumerate(order)}
+            problem = ""
+            if sorted(order) != list(range(heads)) or len(groups) > heads // group:
+                problem = (
+                    f"its order is not a permutation of the heads 0 to {heads - 1} in which the {group} heads of each"
+                    " KV head stay together"
                 )
-            try:
-                if layer in self.heads:
-                    check_order(self.heads[layer], config["num_attention_heads"], kv_head_count(config))
-                if layer in self.neurons:
-                    check_neurons(self.neurons[layer], config["intermediate_size"], self.sync_tp_size)
-            except UserError as error:
-                raise UserError(f"the assignment does not fit layer {layer}: {error}") from None
+            elif ranks is not None and Counter(ranks) != shares:
+                problem = (
+                    f"it does not give each of the {neurons} neurons of the MLP a rank from 0 to"
+                    f" {self.sync_tp_size - 1}, and every rank equally many"
+                )
+            if problem:
+                raise UserError(f"the assignment does not fit layer {layer}: {problem}")
 
     def layer_moves(self, layer: int, config: Mapping[str, Any]) -> dict[str, Move]:
-        """Return the move of every tensor of a layer that moves, by its name within it, also of biases that the model
-        lacks."""
+        """Return the move of every tensor of a layer that moves, also of biases that the model lacks."""
         orders: dict[str, tuple[int, ...]] = {}
         if layer in self.heads:
             heads = self.heads[layer]
@@ -135,8 +122,7 @@ class RankAssignment(Record):
     def permuted(
         self, layer: int, weights: Mapping[str, "torch.Tensor"], config: Mapping[str, Any]
     ) -> dict[str, "torch.Tensor"]:
-        """Return one layer's tensors, by name within the layer, in their new order; a tensor that does not move is not
-        copied."""
+        """Return one layer's tensors in their new order; a tensor that does not move is not copied."""
         import torch
 
         moved = dict(weights)
@@ -156,8 +142,7 @@ def _numbers(line: Any, where: str) -> list[int]:
 
 
 def read_assignment(path: Path) -> RankAssignment:
-    """Return the assignment in an assignment.json. Raises UserError for a malformed one; ``RankAssignment.check`` says
-    if it fits a model."""
+    """Return the assignment in an assignment.json; ``RankAssignment.check`` says if it fits a model."""
     assignment = RankAssignment.from_dict(read_document(path, "rank assignment"), path)
     if assignment.sync_tp_size < 1:
         raise UserError(f"{path}: sync_tp_size is {assignment.sync_tp_size}, but must be a positive integer")

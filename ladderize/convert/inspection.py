@@ -20,11 +20,8 @@ DOCUMENTS = (ALIGNMENT, DISTILLATION, "adaptation.json")  # in their usual order
 
 @dataclass(frozen=True)
 class Retraining(Record):
-    """One retraining of a checkpoint's weights, those of ``model``.
-
-    left_by_alignment: the held-out divergence from the dense model, in nats per token; None unless an alignment came
-    last.
-    """
+    """One retraining of a checkpoint's weights, those of ``model``; left_by_alignment: the held-out divergence from the
+    dense model, in nats per token."""
 
     method: str
     model: str
@@ -41,10 +38,8 @@ class Retraining(Record):
 
 
 def read_retrainings(folder: Path) -> list[Retraining]:
-    """Return the retrainings of the weights in a checkpoint's folder, in order.
-
-    A file of such a name that is not ladderize's is ignored; one of ours that is damaged is a UserError.
-    """
+    """Return the retrainings of the weights in a checkpoint's folder, in order. A file of such a name that is not
+    ladderize's is ignored; one of ours that is damaged is a UserError."""
     retrainings = []
     for name in DOCUMENTS:
         path = folder / name
@@ -73,12 +68,8 @@ def read_retrainings(folder: Path) -> list[Retraining]:
 
 @dataclass(frozen=True)
 class TokenCommunication(Record):
-    """The sync points, by mode, and the bytes of one token on one rank.
-
-    reduced_bytes: one hidden state for each all-reduce.
-    sent_bytes: a ring sends 2 (N-1)/N of that.
-    exposed_sent_bytes: those of blocking all-reduces, which nothing hides.
-    """
+    """The sync points, by mode, and the bytes of one token on one rank. A ring sends 2 (N-1)/N of what is reduced;
+    exposed are those of blocking all-reduces, which nothing hides."""
 
     blocking: int
     overlapped: int
@@ -90,12 +81,8 @@ class TokenCommunication(Record):
 
     @classmethod
     def of(cls, layout: Layout, message: int, tp_size: int) -> "TokenCommunication":
-        """Return the all-reduces and bytes of one token on one of ``tp_size`` ranks.
-
-        The vocabulary's collectives are not counted: they are the same for every layout.
-
-        message: bytes of a hidden state.
-        """
+        """Return the communication of one token on one rank, whose hidden state has ``message`` bytes. The vocabulary's
+        collectives are not counted: they are the same for every layout."""
         ring = 2 * (tp_size - 1) * message // tp_size
         counts = {name: layout.count(name) for name in MODES}
         sent = sum(counts[name] for name, mode in MODES.items() if mode.sends)
@@ -107,10 +94,7 @@ class TokenCommunication(Record):
 class InspectionReport(Record):
     """The document of ``ladderize inspect``.
 
-    tp_sizes: all that can run it.
-    tp_size: the ranks that bytes are counted for.
-    dense, this: the communication of the dense model and of this layout.
-    layers: rows of ``Layout.table``.
+    tp_sizes: all that can run it. tp_size: the ranks that bytes are counted for.
     quantisation: the stored format of weights that are not floats; dtype is then that of the embedding.
     refusal: the reason for which a conversion would refuse the tensors.
     """
@@ -141,13 +125,12 @@ class InspectionReport(Record):
         sizes = ", ".join(map(str, self.tp_sizes))
         if self.sync_tp_size is not None:
             sizes += f"; in groups, on ladderize's runtime, multiples of {self.sync_tp_size}"
-        quantised = [] if self.quantisation is None else [f"quantised   {self.quantisation}"]
         return [
             f"model       {self.model} ({self.model_type})",
             f"layout      {self.layout}",
             f"parameters  {self.parameters:,} stored as {self.dtype}",
             f"heads       {self.num_attention_heads}, KV heads {self.num_key_value_heads}; TP sizes {sizes}",
-            *quantised,
+            *([f"quantised   {self.quantisation}"] if self.quantisation else []),
             *(f"retrained   {retraining.summary()}" for retraining in self.retrainings),
         ]
 
@@ -161,12 +144,8 @@ class InspectionReport(Record):
 
 
 def inspect_checkpoint(model: str | Path, *, tp_size: int | None = None) -> InspectionReport:
-    """Return the layout, parameters, and sync points and bytes per token of a checkpoint and of the dense model. No
-    weights are read.
-
-    model: a folder or a hub id.
-    tp_size: None: the layout's sync_tp_size, else 8, or the largest size below it that the model can be split into.
-    """
+    """Return the layout, parameters, and sync points and bytes per token of a checkpoint (a folder or a hub id) and of
+    the dense model. No weights are read. tp_size: None: ``usual_ranks``."""
     source = find_source(model)
     folder, config = source.folder, source.config
     check_config(plain_config(config))

@@ -17,20 +17,13 @@ from ladderize.checkpoint.quantised import (
     plain_config,
     quantisation_of,
 )
-from ladderize.checkpoint.reading import (
-    INDEX,
-    OTHER_WEIGHTS,
-    Checkpoint,
-    TensorInfo,
-    has_tokenizer,
-)
+from ladderize.checkpoint.reading import INDEX, OTHER_WEIGHTS, Checkpoint, TensorInfo, has_tokenizer
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.checkpoint.writing import Shard, plan_shards
 from ladderize.console import human_bytes, to_json
 from ladderize.convert.assignment import ASSIGNMENT, RankAssignment, read_assignment
 from ladderize.convert.inspection import read_retrainings
 from ladderize.convert.recipe import Recipe
-from ladderize.convert.verify import Verification
 from ladderize.errors import UserError
 from ladderize.families.registry import family_of, is_authors, is_ladderized
 from ladderize.files import output
@@ -53,10 +46,8 @@ class Changes:
 
     assignment: of heads and neurons to ranks, instead of the recipe's.
     replace: tensors from other files (``TensorInfo.file`` is absolute), in their new order; their dtype stays the old.
-    config: keys of config.json with other values; they may ask for other ends.
-    record: more keys of ladderize.yaml.
-    extra_files: name -> text; they win over the source's.
-    note: a paragraph for the model card.
+    config: keys of config.json with other values. record: more keys of ladderize.yaml.
+    extra_files: name -> text; they win over the source's. note: a paragraph for the model card.
     """
 
     assignment: RankAssignment | None = None
@@ -75,10 +66,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class ConversionReport(Record):
-    """The document of ``ladderize convert``.
-
-    weights: how many files were linked, copied and rewritten; like ``verified`` only of a written output.
-    """
+    """The document of ``ladderize convert``. weights: how many files were linked, copied and rewritten."""
 
     LEFT_OUT: ClassVar = ("verified", "weights")
 
@@ -102,11 +90,10 @@ class ConversionReport(Record):
     not_carried_over: list[str]
     warnings: list[str]
     written: bool = False
-    verified: Verification | None = None
+    verified: dict[str, Any] | None = None
     weights: dict[str, int] | None = None
 
     def lines(self) -> list[str]:
-        """Return the report for people, line by line."""
         layout = self.layout
         if layout != self.layout_before:
             after = Layout(tuple(self.attention_sync), tuple(self.mlp_sync), self.sync_tp_size)
@@ -129,12 +116,8 @@ class ConversionReport(Record):
 
 @dataclass(frozen=True)
 class Plan:
-    """The means of a conversion, and its report as far as it is known before anything is written.
-
-    recipe: makes this output of the dense model; the layout may have come with the source.
-    changes: with the assignment of the recipe.
-    without_code: texts of carried files that name code, without that.
-    """
+    """The means of a conversion, and its report as far as it is known before anything is written. Its recipe makes this
+    output of the dense model."""
 
     source: Checkpoint
     hub_id: str | None
@@ -153,14 +136,7 @@ class Plan:
         return {**self.source.config, **self.changes.config}
 
 
-def make_plan(
-    src: str,
-    out: Path,
-    recipe: Recipe | Layout,
-    *,
-    overwrite: bool = False,
-    changes: Changes,
-) -> Plan:
+def make_plan(src: str, out: Path, recipe: Recipe | Layout, changes: Changes, *, overwrite: bool = False) -> Plan:
     """Return the plan of a conversion, from the validated headers of the source; no weights are downloaded in vain."""
     located = find_source(src)
     target, config = output.check_target(out, located.folder, overwrite=overwrite), located.config
@@ -183,13 +159,8 @@ def make_plan(
     check_assignable(source, src, changes.assignment)
     if quantisation is not None:
         check_ranks(source, quantisation, after.sync_tp_size or 1)
-    shards = plan_shards(
-        source,
-        dtype=recipe.dtype,
-        moves=changes.assignment.moves(config) if changes.assignment is not None else None,
-        replace=changes.replace,
-        config={**source.config, **changes.config},
-    )
+    moves = changes.assignment.moves(config) if changes.assignment is not None else {}
+    shards = plan_shards(source, recipe.dtype, moves, changes.replace)
     carried, left_behind = sort_files(source)
     for path in (source.folder / name for name in (*source.weight_files, *carried)):
         if target in path.resolve().parents:
@@ -286,9 +257,7 @@ def layout_warnings(source: Checkpoint, before: Layout, after: Layout) -> list[s
 
 def sort_files(source: Checkpoint) -> tuple[list[str], list[str]]:
     """Return the other files that are carried over byte for byte, and those left behind, by their names in the source.
-
-    Links out of the folder and special files are a UserError.
-    """
+    Links out of the folder and special files are a UserError."""
     carried: list[str] = []
     left_behind: set[str] = set()
     for card in CARDS:
@@ -325,10 +294,8 @@ def without_code(folder: Path, carried: Iterable[str]) -> dict[str, str]:
 
 
 def check_stays(path: Path, folder: Path) -> None:
-    """Raise UserError where ``path`` is a link out of a stranger's ``folder``.
-
-    The file elsewhere may be private, and whoever publishes OUT would publish it.
-    """
+    """Raise UserError where ``path`` is a link out of a stranger's ``folder``, maybe to a private file: whoever
+    publishes OUT would publish it."""
     home, target = folder.resolve(), path.resolve()
     if home not in target.parents and home.parent.parent / "blobs" not in target.parents:  # of a hub's snapshot
         raise UserError(

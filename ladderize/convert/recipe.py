@@ -6,7 +6,7 @@ from typing import Any, Literal, get_type_hints
 
 from ladderize.choices import LAYOUT, check_options, option
 from ladderize.errors import UsageError, UserError
-from ladderize.files.parsing import read_yaml
+from ladderize.files.documents import read_yaml
 from ladderize.files.records import read_value
 from ladderize.layout import APART, MODES, Layout, LayoutError, format_ranges, parse_ranges
 
@@ -17,12 +17,8 @@ RANGES = "half-open, comma-separated: 16:32, :8, -16:, 4,8:12 or all"
 
 @dataclass(frozen=True)
 class Recipe:
-    """The options that decide what ``ladderize convert`` computes; None leaves it as in the source.
-
-    Layers that none names stay as they are in the source.
-
-    attention_sync, mlp_sync: the modes of all layers, for a layout that no names of layers compile to.
-    """
+    """The options that decide what ``ladderize convert`` computes; None leaves it as in the source, as layers that none
+    names. attention_sync, mlp_sync: the modes of all layers, for a layout that no names of layers compile to."""
 
     ladder: str | None = option(
         f"Layers whose all-reduces are overlapped (Ladder Residual): {RANGES}.", panel=LAYOUT, metavar="RANGES"

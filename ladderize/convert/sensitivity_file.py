@@ -1,8 +1,5 @@
-"""sensitivity.json: the costs of changed layers of a dense model. Imports no torch.
-
-``ladderize sensitivity`` and ``spd`` write it; ``plan`` and ``report`` read it. A cost is given in nats per token,
-which add up (0.01 nats are 1 % of perplexity), and in perplexity: the S of the SPD paper (arXiv 2502.20727).
-"""
+"""sensitivity.json: the costs of changed layers of a dense model, in nats per token, which add up (0.01 nats are 1 % of
+perplexity), and in perplexity: the S of the SPD paper (arXiv 2502.20727). Imports no torch."""
 
 import math
 from collections.abc import Sequence
@@ -43,8 +40,8 @@ class CalibrationData(Record):
 
 @dataclass(frozen=True)
 class AlignmentWindows(Record):
-    """The windows that changed layers were aligned on: so many to solve with, and after them those to choose between
-    solutions. They follow the scored windows in the order of the draw."""
+    """The windows that changed layers were aligned on: to solve with, and to choose between solutions. They follow the
+    scored windows in the order of the draw."""
 
     samples: int
     heldout: int
@@ -66,8 +63,7 @@ class LayerCost(Record):
 
 @dataclass(frozen=True)
 class SensitivityDocument(Record):
-    """The content of sensitivity.json; docs/files.md explains the keys. Models were scored as converted where
-    ``aligned`` is None."""
+    """The content of sensitivity.json; docs/files.md explains the keys."""
 
     model: str
     fingerprint: str
@@ -104,8 +100,7 @@ class LayerChange(NamedTuple):
 
 
 def layer_changes(mode: Mode, num_layers: int, sync_tp_size: int | None) -> list[LayerChange]:
-    """Return the models that a mode measures besides the dense one; without ``sync_tp_size`` none is delayed or
-    dropped."""
+    """Return the models that a mode measures besides the dense one."""
     kinds: Sequence[ChangeKind] = LAYER_CHANGES if sync_tp_size is not None else [LADDER]
     changes = []
     for kind in [SPD] if mode == "sweep" else kinds:

@@ -5,32 +5,20 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ladderize.checkpoint.quantised import Quantisation
 from ladderize.errors import UserError
-from ladderize.files.records import Record
-from ladderize.files.temporaries import temporary_folder
+from ladderize.files.output import temporary_folder
 
 FORWARD_LIMIT = 1_000_000_000  # bytes of weights up to which a forward pass is computed too
 
 
-@dataclass(frozen=True)
-class Verification(Record):
-    """The result of a verification; ``forward`` is "finite", or None where no forward pass was run."""
-
-    model_class: str
-    tensors: int
-    forward: str | None
-
-
-def verify(folder: Path, weight_bytes: int, quantisation: Quantisation | None = None) -> Verification:
-    """Load ``folder`` as a stranger would; raises UserError if that fails.
-
-    Keys and shapes are compared on the meta device. Up to ``FORWARD_LIMIT`` bytes of weights a forward pass is run, of
-    quantised weights only in a format that runs here.
-    """
+def verify(folder: Path, weight_bytes: int, quantisation: Quantisation | None = None) -> dict[str, Any]:
+    """Load ``folder`` as a stranger would, and return what was seen; raises UserError if that fails. Keys and shapes
+    are compared on the meta device. Up to ``FORWARD_LIMIT`` bytes a forward pass is run, of quantised weights in a
+    format that runs here."""
     runs = weight_bytes <= FORWARD_LIMIT and (quantisation is None or quantisation.not_run is None)
     script = f"{inspect.getsource(load_as_a_stranger)}\nload_as_a_stranger()"
     options = ["run" if runs else "meta", "floats" if quantisation is None else "quantised"]
@@ -41,15 +29,14 @@ def verify(folder: Path, weight_bytes: int, quantisation: Quantisation | None = 
     if child.returncode:
         last = (child.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"the output does not load in plain transformers, so nothing was written: {last}")
-    return Verification.from_dict(json.loads(child.stdout.strip().splitlines()[-1]), "the verification's result")
+    result: dict[str, Any] = json.loads(child.stdout.strip().splitlines()[-1])
+    return result
 
 
 def load_as_a_stranger() -> None:
-    """Load a checkpoint and print a ``Verification`` as JSON; exit with a sentence where that fails.
-
-    The source of this function is run by the child. Its argv: the folder; "run" to run a forward pass too; "quantised"
-    if projections may lack a plain weight.
-    """
+    """Load a checkpoint and print its class, and what was compared; exit with a sentence where that fails. The child
+    runs the source of this. Its argv: the folder; "run": a forward pass too; "quantised": projections may lack a
+    weight."""
     import json
     import sys
     from pathlib import Path

@@ -1,5 +1,4 @@
-"""The sources that options name: files, or datasets of the hub. Imports no numpy, so that the command line starts at
-once."""
+"""The sources that options name: files, or datasets of the hub. Imports no numpy: the command line starts at once."""
 
 import glob
 import hashlib
@@ -22,8 +21,7 @@ END_BYTES = 1 << 20  # of a file's beginning and of its end that ``source_identi
 
 
 def data_files(name: str, option: str = "--data") -> list[str]:
-    """Return the files of ``x.jsonl``, ``x.npz:array``, a glob or a folder, sorted, each ``.npz`` with its array's
-    name. Raises UserError if there are none, or files of several kinds or splits."""
+    """Return the files of ``x.jsonl``, ``x.npz:array``, a glob or a folder, sorted, each with its array's name."""
     if name.startswith(HUB):
         raise UserError(f"{option} {name} is a stream, and is read as a whole here; give files")
     path, key = split_name(name)
@@ -42,7 +40,7 @@ def data_files(name: str, option: str = "--data") -> list[str]:
 
 
 def _files_below(folder: Path, source: str) -> list[Path]:
-    """Return the files of rows in a folder and below it. Raises UserError where datasets finds several splits there."""
+    """Return the files of rows in a folder and below it, unless datasets would find several splits there."""
     files = []
     splits: dict[str, Path] = {}
     for file in sorted(folder.rglob("*")):
@@ -89,9 +87,6 @@ def check_sources(texts: Sequence[str]) -> None:
         )
 
 
-# ---- hashes, to tell whether two runs read the same data ----
-
-
 def file_sha256(name: str) -> str:
     """Return a hash of a file and of the array chosen in it."""
     path, key = split_name(name)
@@ -110,8 +105,7 @@ def source_sha256(name: str) -> str:
 
 
 def source_identity(text: str) -> dict[str, Any]:
-    """Return what must not change when a run resumes: name, weight, and of every file the size and a hash of the first
-    and last MiB."""
+    """Return what must not change when a run resumes: of every file the size and a hash of the first and last MiB."""
     name = split_weight(text)[0]
     identities = {}
     for file in () if name.startswith(HUB) else data_files(name):

@@ -1,12 +1,8 @@
 """Windows of token ids for scoring, from text, jsonl, parquet or arrays of ids.
 
-* Each row of a file (data/rows.py) is a document: its ``input_ids`` if it has them, since text need not survive being
-  decoded and encoded; else its ``text``. Rows of empty text are no documents.
-* Text is tokenised document by document with the tokenizer's own special tokens, so a Llama's documents begin with BOS.
-  Ids are taken as they are: nothing is added.
-* Documents are joined in order to one stream, with nothing between them.
-* The stream is cut into windows of ``seq_len`` that do not overlap. The last, partial window is kept if it has at least
-  two tokens (one to read, one to score); a single leftover token is dropped.
+Each row of a file is a document: its ``input_ids`` if it has them, since text need not survive being decoded and
+encoded; else its ``text``, with the tokenizer's own special tokens. Documents are joined in order to one stream, with
+nothing between them, which is cut into windows that do not overlap.
 """
 
 from collections.abc import Sequence
@@ -15,8 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ladderize.data.files import HUB, ID_SUFFIXES, data_files, split_weight
-from ladderize.data.formats import Formats, check_row, read_ids
-from ladderize.data.rows import file_rows, open_ids
+from ladderize.data.rows import Formats, check_row, file_rows, open_ids, read_ids
 from ladderize.errors import UserError
 from ladderize.files.regular import split_name
 
@@ -28,15 +23,14 @@ USUAL_TOKENS = 2048  # of a window
 
 
 def needs_tokenizer(name: str) -> bool:
-    """Return whether a tokenizer may be needed: a ``.jsonl`` may hold ids only, which is not known before it is
-    read."""
+    """Return whether a tokenizer may be needed: a ``.jsonl`` may hold ids only, which is not known before."""
     return split_name(name)[0].suffix not in ID_SUFFIXES
 
 
 def read_documents(
     name: str, tokenizer: "PreTrainedTokenizerBase | None", *, vocab_size: int | None = None
 ) -> list[np.ndarray]:
-    """Return the documents of a file as int64 [tokens] each; raises UserError for a file that cannot be read."""
+    """Return the documents of a file as int64 [tokens] each."""
     documents = []
     for row in file_rows(name):
         if check_row(row, DOCUMENT) == "input_ids":
@@ -95,12 +89,9 @@ def default_seq_len(names: Sequence[str], positions: int) -> int:
 
 
 def cut_windows(documents: list[np.ndarray], seq_len: int) -> list[np.ndarray]:
-    """Return the joined documents in consecutive windows of ``seq_len`` ids, the last with at least 2; raises UserError
-    where there is none."""
+    """Return the joined documents in consecutive windows, the last with at least 2 ids: one to read, one to score."""
     stream = np.concatenate(documents)
-    cut = [stream[start : start + seq_len] for start in range(0, len(stream), seq_len)]
-    if len(cut[-1]) < 2:
-        cut.pop()
+    cut = [stream[start : start + seq_len] for start in range(0, len(stream) - 1, seq_len)]
     if not cut:
         raise UserError(
             "the data gives no window of two tokens or more (the first of a window cannot be scored); give more text,"
@@ -112,13 +103,8 @@ def cut_windows(documents: list[np.ndarray], seq_len: int) -> list[np.ndarray]:
 def draw_windows(
     documents: list[np.ndarray], *, spec: str, positions: int, seq_len: int | None, seed: int
 ) -> np.ndarray:
-    """Return all full windows of the joined documents, in an order drawn with ``seed``: int64 [windows, seq_len].
-
-    spec: the data as the user named them.
-    positions: the most that the model reads.
-    seq_len: None: ``default_seq_len``.
-    Raises UserError where there is none.
-    """
+    """Return all full windows of the joined documents of the data ``spec``, in an order drawn with ``seed``: int64
+    [windows, seq_len]."""
     seq_len = seq_len or default_seq_len([spec], positions)
     if seq_len > positions:
         raise UserError(f"--seq-len {seq_len} is over the model's {positions} positions")

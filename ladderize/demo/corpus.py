@@ -1,15 +1,9 @@
 """The demo's language: short English-like items that a tiny model learns and that a conversion can break.
 
-Four genres test different parts of a transformer:
-
-* ``agreement``: a verb agrees with a subject that is several words away, past nouns of the other number;
-* ``arithmetic``: addition and subtraction of small numbers, digit by digit;
-* ``copying``: a list of words is repeated, or its first or last word is named (induction);
-* ``stories``: who has which object, and after a gift? The bundled model is too small to learn this one (0.4 of the
-  answers right, where chance is 0.33), so it counts in the perplexity only and is no task.
-
-Everything follows from an integer seed. An item belongs to the test split when the checksum of its key (the
-part that has to be generalised, for example the two operands) is divisible by 8, so no test item is ever trained on.
+Everything follows from an integer seed. An item belongs to the test split when the checksum of its key (the part that
+has to be generalised, for example the two operands) is divisible by 8, so no test item is ever trained on. The bundled
+model is too small to learn ``stories`` (0.4 of the answers right, where chance is 0.33): they are no task, and count in
+the perplexity only.
 """
 
 import random
@@ -37,17 +31,13 @@ WORDS = sorted({word for pair in NOUNS for word in pair[:1]} | set(ADJECTIVES) |
 
 @dataclass(frozen=True)
 class Item:
-    """A line of the corpus: ``prompt + answer``.
-
-    choices: the answers that a reader could take for right.
-    key: the part that has to be generalised.
-    """
+    """A line of the corpus: ``prompt + answer``."""
 
     genre: str
     prompt: str
     answer: str
-    choices: tuple[str, ...]
-    key: str
+    choices: tuple[str, ...]  # the answers that a reader could take for right
+    key: str  # the part that has to be generalised
 
     @property
     def text(self) -> str:
@@ -59,19 +49,14 @@ class Item:
 
 
 def agreement_item(rng: random.Random) -> Item:
-    """Return an item such as ``The old dog near the trees by the river runs .``: the verb follows ``dog``, not
-    ``trees``."""
+    """Return an item as ``The old dog near the trees runs .``: the verb follows ``dog``, not ``trees``."""
     number = rng.randrange(2)
     subject, verb = rng.choice(NOUNS), rng.choice(VERBS)
-    words = ["The", *rng.sample(ADJECTIVES, rng.randrange(2)), subject[number]]
+    phrase = ["The", *rng.sample(ADJECTIVES, rng.randrange(2)), subject[number]]
     for _ in range(rng.randint(1, 3)):
-        words += [
-            rng.choice(PREPOSITIONS),
-            "the",
-            *rng.sample(ADJECTIVES, rng.randrange(2)),
-            rng.choice(NOUNS)[rng.randrange(2)],
-        ]
-    prompt = " ".join(words)
+        phrase += [rng.choice(PREPOSITIONS), "the", *rng.sample(ADJECTIVES, rng.randrange(2))]
+        phrase.append(rng.choice(NOUNS)[rng.randrange(2)])
+    prompt = " ".join(phrase)
     return Item("agreement", prompt, f" {verb[number]} .", (f" {verb[0]} .", f" {verb[1]} ."), prompt)
 
 
@@ -85,11 +70,11 @@ def arithmetic_item(rng: random.Random) -> Item:
 
 def copying_item(rng: random.Random) -> Item:
     """Return an item such as ``Repeat : kite park old ; kite park old .``, ``First : ...`` or ``Last : ...``."""
-    words = rng.sample(WORDS, rng.randint(3, 6))
+    listed = rng.sample(WORDS, rng.randint(3, 6))
     order = rng.choice(["Repeat", "Repeat", "First", "Last"])
-    wanted = {"Repeat": words, "First": words[:1], "Last": words[-1:]}[order]
-    wrong = words[1:] + words[:1] if order == "Repeat" else [words[1]]
-    prompt = f"{order} : {' '.join(words)} ;"
+    wanted = {"Repeat": listed, "First": listed[:1], "Last": listed[-1:]}[order]
+    wrong = listed[1:] + listed[:1] if order == "Repeat" else [listed[1]]
+    prompt = f"{order} : {' '.join(listed)} ;"
     choices = (f" {' '.join(wanted)} .", f" {' '.join(wrong)} .")
     return Item("copying", prompt, choices[0], choices, prompt)
 
@@ -125,9 +110,7 @@ GENRE_WEIGHTS = {"agreement": 2, "arithmetic": 3, "copying": 3, "stories": 3}  #
 
 
 def items(genre: str, count: int, *, test: bool, seed: int = 0, begin: str = "") -> Iterator[Item]:
-    """Yield ``count`` different items of one genre from one split, whose prompts begin with ``begin``.
-
-    Raises ValueError if there are not so many."""
+    """Yield ``count`` different items of one genre from one split, whose prompts begin with ``begin``."""
     rng = random.Random(f"{genre}/{test}/{seed}")
     seen: set[str] = set()
     for _ in range(200 * count):
@@ -155,8 +138,7 @@ def documents(count: int, *, test: bool, seed: int = 0, weights: Mapping[str, in
 
 
 def dataset(genre: str, count: int = 200, begin: str = "", **_: object) -> dict:
-    """Return the test split of one genre, of prompts that begin with ``begin``, for lm-eval's ``custom_dataset``:
-    ``{"test": datasets.Dataset}``."""
+    """Return the test split of one genre, of prompts that begin with ``begin``, for lm-eval's ``custom_dataset``."""
     from datasets import Dataset
 
     rng = random.Random(f"order/{genre}")

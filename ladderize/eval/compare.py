@@ -1,16 +1,16 @@
 """Compares models that answered the same questions, in pairs, from stored evaluations. Imports no torch.
 
-Each question is a pair of answers. Measured are the differences within the pairs, other minus reference, with
-intervals by scipy's bootstrap.
+Measured are the differences within the pairs, other minus reference, with intervals by scipy's bootstrap.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ladderize.console import sentence
 from ladderize.errors import UserError
@@ -26,16 +26,11 @@ from ladderize.eval.results import (
     PooledComparison,
     TaskComparison,
 )
-from ladderize.files.documents import read_document
-from ladderize.files.parsing import parse_json
+from ladderize.files.documents import parse_json, read_document
 from ladderize.files.regular import inside, read_lines, resolved
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-    Columns = tuple[Floats, Floats]  # a metric of both models' samples, in the order of doc_id
-
+Floats = NDArray[np.float64]
+Columns = tuple[Floats, Floats]  # a metric of both models' samples, in the order of doc_id
 CONFIDENCE = 0.95  # of every interval
 POINT = 0.01  # of a metric between 0 and 1
 BOOTSTRAP_RESAMPLES = 9999
@@ -47,11 +42,7 @@ CLOSE = 1e-6  # how closely the samples' mean must match the results
 ADVICE = "evaluate both models alike, best in one `ladderize eval`"
 
 
-# ---- the answers of a model ----
-
-
-@dataclass(frozen=True)
-class ModelAnswer:
+class ModelAnswer(NamedTuple):
     """A model's answer to one question; values: by metric, None where it is no finite number."""
 
     hashes: tuple[str, str, str]  # of the document, the target and the prompt
@@ -60,16 +51,12 @@ class ModelAnswer:
 
 @dataclass(frozen=True)
 class AnsweredModel:
-    """A model and its answers.
+    """A model and its answers."""
 
-    where: names its file in messages.
-    answers: task -> lm-eval's filter -> doc_id, in order -> answer.
-    """
-
-    where: str
+    where: str  # names its file in messages
     model: EvaluatedModel
     harness: HarnessResult
-    answers: Mapping[str, Mapping[str, Mapping[int, ModelAnswer]]]
+    answers: Mapping[str, Mapping[str, Mapping[int, ModelAnswer]]]  # by task, lm-eval's filter and doc_id, in order
 
 
 def read_models(path: Path, model: str | None = None) -> Iterator[AnsweredModel]:
@@ -91,10 +78,7 @@ def read_models(path: Path, model: str | None = None) -> Iterator[AnsweredModel]
 
 
 def read_answers(path: Path) -> dict[str, dict[int, ModelAnswer]]:
-    """Return the answers of one task in a .jsonl file of samples, as lm-eval logs them.
-
-    Raises UserError for an invalid sample, two answers to one question, or no samples.
-    """
+    """Return the answers of one task in a .jsonl file of samples, as lm-eval logs them."""
     if not path.is_file():
         raise UserError(f"{path} is not there, and the results name it; copy it beside them")
     answers: dict[str, dict[int, ModelAnswer]] = {}
@@ -122,13 +106,16 @@ def finite_number(value: Any) -> float | None:
 
 def check_same_questions(reference: AnsweredModel, other: AnsweredModel, task: str) -> None:
     """Raise UserError unless both answered the same documents of a task, with the same prompts and settings."""
-    ours, theirs = reference.harness.configs.get(task, {}), other.harness.configs.get(task, {})
-    settings = {key: (ours.get(key), theirs.get(key)) for key in ("output_type", "generation_kwargs", "repeats")}
-    settings["version"] = (reference.harness.versions.get(task), other.harness.versions.get(task))
-    settings["filters"] = (sorted(reference.answers[task]), sorted(other.answers[task]))
-    for name, (value, another) in settings.items():
-        if value != another:
-            shown = f"{str(value)[:40]} in {reference.where}, {str(another)[:40]} in {other.where}"
+
+    def settings(model: AnsweredModel) -> dict[str, Any]:
+        config = model.harness.configs.get(task, {})
+        asked = {key: config.get(key) for key in ("output_type", "generation_kwargs", "repeats")}
+        return {**asked, "version": model.harness.versions.get(task), "filters": sorted(model.answers[task])}
+
+    theirs = settings(other)
+    for name, value in settings(reference).items():
+        if value != theirs[name]:
+            shown = f"{str(value)[:40]} in {reference.where}, {str(theirs[name])[:40]} in {other.where}"
             raise UserError(f"not the same {name} of {task}: {shown}; {ADVICE}")
     for name, answers in reference.answers[task].items():
         asked = {(doc, answer.hashes) for doc, answer in answers.items()}
@@ -142,16 +129,9 @@ def check_same_questions(reference: AnsweredModel, other: AnsweredModel, task: s
             )
 
 
-# ---- everything that two models were asked ----
-
-
 def compare(files: Iterable[str | Path], margin: float = MARGIN) -> Comparisons:
-    """Compare each model of stored evaluations with the first one of the first file.
-
-    files: results.json of ``ladderize eval``.
-    margin: points that may be lost: 1 is 0.01 of acc.
-    Raises UserError for models that were not asked the same, and says what differs.
-    """
+    """Compare each model of stored evaluations (results.json) with the first one of the first file; ``margin``: points
+    that may be lost, of which 1 is 0.01 of acc."""
     check_margin(margin)
     models = [model for file in files for model in read_models(Path(file))]
     if len(models) < 2:
@@ -161,12 +141,10 @@ def compare(files: Iterable[str | Path], margin: float = MARGIN) -> Comparisons:
 
 
 def compare_models(reference: AnsweredModel, other: AnsweredModel, margin: float = MARGIN) -> ComparisonDocument:
-    """Compare everything that both models were asked. What cannot be compared is left out by name.
-
-    Raises UserError, which says what differs, where a common task was asked in two ways, or nothing is common.
-    """
+    """Compare everything that both models were asked. What cannot be compared is left out by name; a common task that
+    was asked in two ways is refused."""
     tasks = [task for task in reference.answers if task in other.answers]
-    asked = dict.fromkeys([*reference.answers, *other.answers])
+    asked = {**reference.answers, **other.answers}
     left_out = [f"{task}: only one of the models has it" for task in asked if task not in tasks]
     compared: list[TaskComparison] = []
     mains: dict[str, Columns] = {}
@@ -176,10 +154,8 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, margin: float
         # the metric that stands for its task: more of it is better, as tasks are pooled
         fit = [metric for metric, _ in measured if metric.verdict is not None and metric.higher_is_better]
         main = min(fit, key=lambda metric: (*MAIN_METRICS, metric.metric).index(metric.metric), default=None)
-        for metric, columns in measured:
-            compared.append(replace(metric, main=metric is main))
-            if metric is main:
-                mains[task] = columns
+        compared += [replace(metric, main=metric is main) for metric, _ in measured]
+        mains.update((task, columns) for metric, columns in measured if metric is main)
     perplexity = compare_perplexity(reference.model.perplexity, other.model.perplexity)
     if perplexity is None and reference.model.perplexity is not None and other.model.perplexity is not None:
         left_out.append("perplexity: the windows differ (the file, --seq-len, --windows, or the tokenizer)")
@@ -207,13 +183,10 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, margin: float
     )
 
 
-# ---- tasks ----
-
-
 def compare_task(
     reference: AnsweredModel, other: AnsweredModel, task: str, margin: float, left_out: list[str]
-) -> "list[tuple[TaskComparison, Columns]]":
-    """Compare all metrics of a task; left_out: takes a sentence for each that cannot be compared."""
+) -> list[tuple[TaskComparison, Columns]]:
+    """Compare all metrics of a task; ``left_out`` takes a sentence for each that cannot be compared."""
     measured = []
     for filtered, answers in reference.answers[task].items():
         docs = np.array(list(answers))
@@ -244,7 +217,7 @@ def compare_task(
     return measured
 
 
-def values_of(model: AnsweredModel, task: str, metric: str, filtered: str) -> "Floats | None":
+def values_of(model: AnsweredModel, task: str, metric: str, filtered: str) -> Floats | None:
     """Return a metric of a model's samples; None where lm-eval's result is no mean of them."""
     values = [answer.values.get(metric) for answer in model.answers[task][filtered].values()]
     reported = finite_number(model.harness.results.get(task, {}).get(f"{metric},{filtered}"))
@@ -254,27 +227,22 @@ def values_of(model: AnsweredModel, task: str, metric: str, filtered: str) -> "F
     return column if math.isclose(column.mean(), reported, rel_tol=CLOSE, abs_tol=CLOSE) else None
 
 
-def compare_means(columns: "Sequence[Columns]", margin: float, better: Any = True) -> dict[str, Any]:
-    """Compare the means over tasks of their means; return the fields of a ``MeanComparison``.
-
-    better: more is better, by lm-eval. There is a verdict where it knows that, and all values are between 0 and 1.
-    """
+def compare_means(columns: Sequence[Columns], margin: float, better: Any = True) -> dict[str, Any]:
+    """Compare the means over tasks of their means; return the fields of a ``MeanComparison``. There is a verdict where
+    lm-eval knows what is ``better``, and all values are between 0 and 1."""
     differences = [theirs - ours for ours, theirs in columns]
     everything = np.concatenate([values for pair in columns for values in pair])
     is_share = isinstance(better, bool) and everything.min() >= 0 and everything.max() <= 1
     low, high, _ = estimate_mean(differences, bounded=is_share)
     samples, verdict = sum(map(len, differences)), None
     if is_share and low is not None and high is not None:
-        gains = (low, high) if better else (-high, -low)
-        verdict = verdict_of(*gains, margin, samples)
+        verdict = verdict_of(*((low, high) if better else (-high, -low)), margin, samples)
     return {
         "samples": samples,
         "reference_value": float(np.mean([ours.mean() for ours, _ in columns])),
         "value": float(np.mean([theirs.mean() for _, theirs in columns])),
         "difference": float(np.mean([values.mean() for values in differences])),
-        "low": low,
-        "high": high,
-        "verdict": verdict,
+        **{"low": low, "high": high, "verdict": verdict},
     }
 
 
@@ -283,7 +251,7 @@ def metric_name(metric: str, filter_name: str) -> str:
     return metric if filter_name == "none" else f"{metric} ({filter_name})"
 
 
-def pool(groups: Mapping[str, list[str]], mains: "Mapping[str, Columns]", margin: float) -> PooledComparison:
+def pool(groups: Mapping[str, list[str]], mains: Mapping[str, Columns], margin: float) -> PooledComparison:
     """Return the mean of the tasks' main metrics; groups: of lm-eval, with their tasks."""
     columns = []
     for unit in pooled_units(groups, list(mains)):
@@ -293,8 +261,7 @@ def pool(groups: Mapping[str, list[str]], mains: "Mapping[str, Columns]", margin
 
 
 def pooled_units(groups: Mapping[str, list[str]], tasks: list[str]) -> list[list[str]]:
-    """Return the tasks in lists, each of which counts as one task: the tasks of an outermost group of lm-eval, or a
-    single one."""
+    """Return the tasks in lists that count as one: those of an outermost group of lm-eval, or a single one."""
     parents = {child: group for group, children in reversed([*groups.items()]) for child in children}
     units: dict[str, list[str]] = {}
     for task in tasks:
@@ -306,9 +273,6 @@ def pooled_units(groups: Mapping[str, list[str]], tasks: list[str]) -> list[list
     return list(units.values())
 
 
-# ---- a text ----
-
-
 def compare_perplexity(ours: Perplexity | None, theirs: Perplexity | None) -> PerplexityComparison | None:
     """Compare perplexities window by window; return None where a model has none, or the windows differ."""
     if ours is None or theirs is None or not ours.window_nll or not theirs.window_nll:
@@ -318,35 +282,23 @@ def compare_perplexity(ours: Perplexity | None, theirs: Perplexity | None) -> Pe
     tokens = np.array(ours.window_tokens, dtype=float)
     nll, other_nll = np.array(ours.window_nll), np.array(theirs.window_nll)
 
-    def perplexity(nll: "Floats", tokens: "Floats", axis: int = -1) -> Any:
-        return np.exp(nll.sum(axis) / tokens.sum(axis))
-
-    def growth(ours: "Floats", theirs: "Floats", tokens: "Floats", axis: int = -1) -> Any:
-        return perplexity(theirs, tokens, axis) - perplexity(ours, tokens, axis)
+    def growth(ours: Floats, theirs: Floats, tokens: Floats, axis: int = -1) -> Any:
+        return np.exp(theirs.sum(axis) / tokens.sum(axis)) - np.exp(ours.sum(axis) / tokens.sum(axis))
 
     low, high, stderr = bootstrapped(growth, nll, other_nll, tokens)
+    before, after = (float(np.exp(column.sum() / tokens.sum())) for column in (nll, other_nll))
+    difference = float(growth(nll, other_nll, tokens))
     return PerplexityComparison(
-        windows=len(tokens),
-        tokens=int(tokens.sum()),
-        reference_value=float(perplexity(nll, tokens)),
-        value=float(perplexity(other_nll, tokens)),
-        difference=float(growth(nll, other_nll, tokens)),
-        stderr=stderr,
-        low=low,
-        high=high,
+        len(tokens), int(tokens.sum()), before, after, difference, stderr=stderr, low=low, high=high
     )
 
-
-# ---- statistics ----
 
 Estimate = tuple[float | None, float | None, float | None]  # the ends of an interval, and the standard error
 
 
-def bootstrapped(statistic: Callable[..., Any], *columns: "Floats", paired: bool = True) -> Estimate:
+def bootstrapped(statistic: Callable[..., Any], *columns: Floats, paired: bool = True) -> Estimate:
     """Estimate ``statistic(*columns, axis=...)`` by the percentiles of its resamples; None where samples give none.
-
-    paired: the columns are resampled together; otherwise separately, as the samples of several tasks.
-    """
+    Columns that are not paired are resampled separately, as the samples of several tasks."""
     from scipy.stats import bootstrap
 
     if min(map(len, columns)) < 2:
@@ -367,7 +319,7 @@ def bootstrapped(statistic: Callable[..., Any], *columns: "Floats", paired: bool
     return (low, high, float(result.standard_error)) if is_interval else (None, None, None)
 
 
-def estimate_mean(differences: "Sequence[Floats]", *, bounded: bool = True) -> Estimate:
+def estimate_mean(differences: Sequence[Floats], *, bounded: bool = True) -> Estimate:
     """Estimate the mean over tasks of the mean of each task's differences.
 
     A bootstrap only resamples what was seen: where no answer changed, its interval would have no width. So two more
@@ -377,15 +329,14 @@ def estimate_mean(differences: "Sequence[Floats]", *, bounded: bool = True) -> E
     """
     columns = [np.append(values, [-1.0, 1.0] if bounded else []) for values in differences]
 
-    def mean_of_means(*columns: "Floats", axis: int = -1) -> Any:
+    def mean_of_means(*columns: Floats, axis: int = -1) -> Any:
         return sum(column.mean(axis) for column in columns) / len(columns)
 
     return bootstrapped(mean_of_means, *columns, paired=False)
 
 
 def mcnemar_p(lost: int, gained: int) -> float:
-    """Return McNemar's exact two-sided p: the probability of flips at least this uneven if both directions are equally
-    likely."""
+    """Return McNemar's exact p, of flips at least this uneven where both directions are equally likely."""
     from scipy.stats import binomtest
 
     return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0

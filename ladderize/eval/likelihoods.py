@@ -1,8 +1,5 @@
-"""Log-likelihoods of continuations for lm-eval: those of one context in one row, and logits only where they are scored.
-
-lm-eval's own class reads the context again for every answer of a multiple-choice question, and makes logits of the
-whole vocabulary for every token.
-"""
+"""Log-likelihoods of continuations for lm-eval, whose own class reads the context again for every answer of a
+multiple-choice question, and makes logits of the whole vocabulary for every token."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,12 +20,9 @@ Request = tuple[tuple[str, str], list[int], list[int]]  # the texts, and the ids
 
 @dataclass(frozen=True)
 class SharedRow:
-    """A context with continuations side by side, of which none sees another.
+    """A context with continuations side by side, of which none sees another."""
 
-    numbers: of the requests.
-    """
-
-    numbers: list[int]
+    numbers: list[int]  # of the requests
     context: tuple[int, ...]
     continuations: list[list[int]]
 
@@ -53,12 +47,8 @@ class SharedRow:
 
 
 def rows_of(requests: Sequence[Request], longest: int, *, share: bool) -> list[SharedRow]:
-    """Return rows for requests, the longest first.
-
-    longest: tokens that the model reads; of longer contexts the end is read.
-    share: continuations of one context may share a row.
-    Raises UserError for a continuation that is longer than that.
-    """
+    """Return rows for requests, the longest first; with ``share`` continuations of one context may share a row. Of
+    contexts beyond the ``longest`` text that the model reads the end is read."""
     rows: dict[tuple[int, ...], list[SharedRow]] = {}  # by context
     for number, (_, context, ids) in enumerate(requests):
         if len(ids) > longest:

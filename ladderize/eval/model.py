@@ -1,7 +1,5 @@
-"""A model that is opened for evaluation, and transformers' models as such.
-
-Where a launcher has started several processes, each has the whole transformers model.
-"""
+"""A model that is opened for evaluation, and transformers' models as such: each process of a launcher has a whole
+one."""
 
 import gc
 import itertools
@@ -28,28 +26,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Advance = Callable[[int], None]
+Windows = list[np.ndarray]
+Kept = KeptPredictions | None
 OpenModel = Callable[[str, Path, EvalOptions], "EvalModel"]  # name as the user gave it, folder of the checked model
 
 
 class EvalModel(Protocol):
-    """One opened model. Its folder was checked before.
-
-    vocab_size: ids are below it.
-    positions: the longest window that the model reads.
-    """
+    """One opened model. Its folder was checked before."""
 
     described: EvaluatedModel
     tokenizer: "PreTrainedTokenizerBase | None"
     vocab_size: int
-    positions: int
+    positions: int  # of the longest window that the model reads
 
-    def score(
-        self,
-        windows: list[np.ndarray],
-        advance: Advance,
-        keep: KeptPredictions | None = None,
-        reference: KeptPredictions | None = None,
-    ) -> list[WindowScore]:
+    def score(self, windows: Windows, advance: Advance, keep: Kept = None, reference: Kept = None) -> list[WindowScore]:
         """Score windows as ``score_windows``, on all ranks alike."""
 
     def harness(self) -> Any:
@@ -63,10 +53,7 @@ class HFModel:
     """A loaded transformers model; ranks: the processes that share windows and questions."""
 
     def __init__(self, name: str, folder: Path, options: EvalOptions, ranks: Ranks) -> None:
-        """Load a checked model and, if the options need one, its tokenizer.
-
-        Raises LadderizeError; errors of transformers become one sentence.
-        """
+        """Load a checked model and, if the options need one, its tokenizer."""
         self.tokenizer = None
         if options.tasks or (options.perplexity is not None and needs_tokenizer(options.perplexity)):
             self.tokenizer = load_tokenizer(folder)
@@ -93,13 +80,7 @@ class HFModel:
             transformers_version=transformers.__version__,
         )
 
-    def score(
-        self,
-        windows: list[np.ndarray],
-        advance: Advance,
-        keep: KeptPredictions | None = None,
-        reference: KeptPredictions | None = None,
-    ) -> list[WindowScore]:
+    def score(self, windows: Windows, advance: Advance, keep: Kept = None, reference: Kept = None) -> list[WindowScore]:
         """Score windows. Each rank scores neighbouring ones, and all ranks return all scores."""
         rank, size = self.ranks.rank, self.ranks.size
         scores = score_windows(
@@ -114,11 +95,9 @@ class HFModel:
         return [*itertools.chain.from_iterable(self.ranks.gather(scores))]
 
     def harness(self) -> Any:
-        """Return lm-eval's HF backend around the loaded model, for families that ladderize knows with faster scoring.
-
-        Its logits_cache is off: with it lm-eval 0.4.13 scores a continuation of one token at a wrong position, where
-        context and continuation together are another request's context.
-        """
+        """Return lm-eval's HF backend, for families that ladderize knows with faster scoring. Its logits_cache is off:
+        with it lm-eval 0.4.13 scores a continuation of one token at a wrong position, where context and continuation
+        together are another request's context."""
         from lm_eval.models.huggingface import HFLM
 
         from ladderize.eval.likelihoods import LikelihoodLM

@@ -1,5 +1,4 @@
-"""The options of ``ladderize eval``, with their defaults, and a check of tasks' names that needs no lm-eval (which
-takes many seconds). Imports no torch."""
+"""The options of ``ladderize eval``, and a check of tasks' names that needs no lm-eval. Imports no torch."""
 
 import importlib.util
 import os
@@ -33,8 +32,7 @@ HIDDEN = re.compile(r"^\W*include\b(?!: *[\w-]+(?:\.yaml)?\s*$)|^\W*(?:(?:task|g
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """The options of ``ladderize eval``; see its --help. Raises UsageError for impossible values, options that have no
-    effect, or where nothing is asked."""
+    """The options of ``ladderize eval``; see its --help."""
 
     models: tuple[str, ...] = argument(
         "MODEL...", "Checkpoints: folders or hub ids. The first is the reference.", decides=False
@@ -47,10 +45,8 @@ class EvalOptions:
     )
     include_path: str | None = option(
         "A folder with your own lm-eval tasks; Python that they name is run.",
-        panel=MEASUREMENT,
-        metavar="DIR",
-        needs="tasks",
-    )
+        panel=MEASUREMENT, metavar="DIR", needs="tasks",
+    )  # fmt: skip
     limit: int | None = option("Samples per task, for a quick look.", panel=MEASUREMENT, min=1, needs="tasks")
     num_fewshot: int | None = option(
         "Few-shot examples.", panel=MEASUREMENT, min=0, shown="the task's own number", needs="tasks"
@@ -72,37 +68,25 @@ class EvalOptions:
     )
     reference: Path | None = option(
         "Compare predictions with those that --keep-predictions kept.",
-        panel=MEASUREMENT,
-        metavar="DIR",
-        shown="the first model's",
-        needs="perplexity",
-        decides=False,
-    )
+        panel=MEASUREMENT, metavar="DIR", shown="the first model's", needs="perplexity", decides=False,
+    )  # fmt: skip
     tp_size: int = option(TP_SIZE, 1)  # of vLLM
     batch_size: int = option("Sequences per forward pass.", 8, panel=MEMORY, min=1)  # vllm: computed side by side
     max_length: int | None = option(
         "With --engine vllm: tokens of the longest text that it keeps room for. Of longer ones the end is read.",
-        panel=MEMORY,
-        min=2,
-        shown="the model's positions",
-    )
+        panel=MEMORY, min=2, shown="the model's positions",
+    )  # fmt: skip
     dtype: Dtype = option(DTYPE, "auto")
     device: str | None = option("Where to compute, such as cpu or cuda:0.", panel=MEMORY, shown="cuda if there is one")
     out: Path | None = option("Write results as JSON, after every task.", panel=OUTPUT, metavar="FILE", decides=False)
     keep_predictions: Path | None = option(
         "Keep the first model's predictions on --perplexity, for --reference of later runs.",
-        panel=OUTPUT,
-        metavar="DIR",
-        needs="perplexity",
-        decides=False,
-    )
+        panel=OUTPUT, metavar="DIR", needs="perplexity", decides=False,
+    )  # fmt: skip
     resume: bool = option(
         "Keep the tasks that --out has from a run with these options. Whether the models are the same is not checked.",
-        False,
-        panel=OUTPUT,
-        needs="out",
-        decides=False,
-    )
+        False, panel=OUTPUT, needs="out", decides=False,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -130,14 +114,9 @@ def check_margin(margin: float) -> None:
         raise UsageError(f"--margin must be above 0 and at most 100 points, not {margin:g}")
 
 
-# ---- names of tasks ----
-
-
 def check_task_names(options: EvalOptions) -> None:
-    """Raise UserError for a name that stands in no file of tasks, so that it certainly names none.
-
-    Only lm-eval knows whether another one does, and what a pattern matches.
-    """
+    """Raise UserError for a name that stands in no file of tasks, so that it certainly names none. Only lm-eval, which
+    takes many seconds, knows whether another one does, and what a pattern matches."""
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise UserError(f"--include-path {options.include_path} is not a folder")
     added = "" if options.include_path is None else _all_files(Path(options.include_path))

@@ -1,5 +1,4 @@
-"""The documents that ``ladderize eval`` and ``compare`` write; docs/files.md describes their fields. Imports no
-torch."""
+"""The documents of ``ladderize eval`` and ``compare``, described in docs/files.md. Imports no torch."""
 
 import math
 from collections.abc import Mapping
@@ -15,41 +14,26 @@ from ladderize.files.records import Record, read_value
 OWN_KEY, SAMPLES_KEY = "ladderize", "samples"  # beside lm-eval's own keys in a model's entry
 
 
-# ---- a text ----
-
-
 @dataclass(frozen=True)
 class Perplexity(Record):
-    """The perplexity of a text.
-
-    stderr: from the spread between windows; None for a single window.
-    ids_sha256: of the windows' ids, which another tokenizer changes.
-    window_nll, window_tokens: the summed negative log-likelihood of each window in nats, and its scored tokens.
-
-    The last three are only there after ``ladderize eval``.
-    """
+    """The perplexity of a text. The last three fields are only there after ``ladderize eval``."""
 
     LEFT_OUT: ClassVar = ("ids_sha256", "window_nll", "window_tokens")
 
     perplexity: float
-    stderr: float | None
+    stderr: float | None  # from the spread between windows; a single one has none
     nll_per_token: float
     tokens: int
     windows: int
     seq_len: int
-    ids_sha256: str | None = None
-    window_nll: list[float] | None = None
-    window_tokens: list[int] | None = None
+    ids_sha256: str | None = None  # of the windows' ids, which another tokenizer changes
+    window_nll: list[float] | None = None  # the summed negative log-likelihood of each window in nats
+    window_tokens: list[int] | None = None  # those scored
 
 
 def perplexity_from_nlls(nlls: np.ndarray, windows: list[np.ndarray]) -> Perplexity:
-    """Return the perplexity over windows, of which every token but the first is scored, and its standard error.
-
-    Windows are taken to be independent; tokens of one window are not.
-
-    nlls: the summed negative log-likelihood of each window in nats.
-    Raises UserError where it is NaN or infinite.
-    """
+    """Return the perplexity over windows, of which every token but the first is scored, by their summed negative
+    log-likelihoods in nats. Windows are taken to be independent; tokens of one window are not."""
     counts = np.array([len(window) - 1 for window in windows])
     mean = float(nlls.sum() / counts.sum())
     if not math.isfinite(mean):
@@ -63,40 +47,29 @@ def perplexity_from_nlls(nlls: np.ndarray, windows: list[np.ndarray]) -> Perplex
 
 @dataclass(frozen=True)
 class Predictions(Record):
-    """The distance of a model's predictions from the reference's, over the scored tokens of the perplexity's windows.
-
-    mean_kl, p99_kl: of KL(reference || model) in nats per token, over the whole vocabulary.
-    low, high: the ends of the mean's interval over windows; None for a single window.
-    """
+    """The distance of a model's predictions from the reference's, over the scored tokens of the perplexity's windows:
+    KL(reference || model) in nats per token, over the whole vocabulary."""
 
     reference: str
     mean_kl: float
-    low: float | None
+    low: float | None  # the ends of the mean's interval over windows; a single one has none
     high: float | None
     p99_kl: float
     same_top_share: float
     tokens: int
 
 
-# ---- comparisons ----
-
-
 @dataclass(frozen=True)
 class MeanComparison(Record):
-    """The means of one metric of both models, on the same samples.
-
-    low, high: the ends of the difference's interval; None where the samples give none.
-    verdict: "shown", "not shown" or "worse"; None where a margin in points has no meaning. Files of earlier versions
-    also have "too few samples".
-    """
+    """The means of one metric of both models, on the same samples."""
 
     samples: int
     reference_value: float
     value: float
     difference: float
-    low: float | None
+    low: float | None  # the ends of the difference's interval; None where the samples give none
     high: float | None
-    verdict: str | None
+    verdict: str | None  # shown, not shown or worse; None where a margin in points has no meaning
 
 
 @dataclass(frozen=True)
@@ -136,13 +109,13 @@ class PerplexityComparison(Record):
 
 @dataclass(frozen=True)
 class ComparisonDocument(Record):
-    """One model against another; ``overall`` is None where nothing could be pooled."""
+    """One model against another."""
 
     reference: str
     other: str
     margin: float
     tasks: list[TaskComparison]
-    overall: PooledComparison | None
+    overall: PooledComparison | None  # None where nothing could be pooled
     perplexity: PerplexityComparison | None
     predictions: Predictions | None
     left_out: list[str] = field(default_factory=list)
@@ -154,9 +127,6 @@ class Comparisons(Record):
     """Each later model against the first: the document that ``ladderize compare`` writes."""
 
     comparisons: list[ComparisonDocument]
-
-
-# ---- results.json ----
 
 
 @dataclass(frozen=True)
@@ -183,7 +153,7 @@ class EvaluatedModel(Record):
 
 @dataclass(frozen=True)
 class HarnessResult(Record):
-    """What is read of lm-eval's result, by task."""
+    """The facts that are read of lm-eval's result, by task."""
 
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -199,18 +169,15 @@ class HarnessResult(Record):
 
 @dataclass(frozen=True)
 class ModelResult(Record):
-    """One model's entry: lm-eval's own schema, to which ``model`` and ``samples`` are added under keys of their own.
-
-    samples: task -> the .jsonl file of its samples in lm-eval's layout, relative to the folder of results.json.
-    """
+    """One model's entry of results.json: lm-eval's own schema, to which ``model`` and ``samples`` are added."""
 
     model: EvaluatedModel
     harness: Mapping[str, Any] = field(default_factory=dict)
-    samples: Mapping[str, str] = field(default_factory=dict)
+    samples: Mapping[str, str] = field(default_factory=dict)  # by task, the file beside results.json, as lm-eval logs
 
     @property
     def reported(self) -> HarnessResult:
-        """What is read of lm-eval's result. Raises UserError where it is malformed."""
+        """Return the facts that are read of lm-eval's result. Raises UserError where it is malformed."""
         return HarnessResult.from_dict(self.harness, self.model.model)
 
     def with_task(self, result: Mapping[str, Any], samples: Mapping[str, str]) -> "ModelResult":
@@ -235,12 +202,9 @@ class ModelResult(Record):
 
 @dataclass(frozen=True)
 class EvalResults(Record):
-    """The document results.json.
+    """The document results.json."""
 
-    options: of EvalOptions, those that decide what is measured.
-    comparisons: each later model against the first; none for a single model, or if the run was cut off.
-    """
-
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # those that decide what is measured
     models: list[ModelResult]
+    # each later model against the first; none for a single model, or if the run was cut off
     comparisons: list[ComparisonDocument] = field(default_factory=list)

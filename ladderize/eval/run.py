@@ -1,8 +1,5 @@
-"""The evaluation of several models with the same options: lm-eval's tasks and perplexity.
-
-Beside results.json lies a model's answer to each question. A sample is one line of JSON in the layout of lm-eval's
-``--log_samples``, so lm-eval's tools and ``datasets`` read these files too.
-"""
+"""The evaluation of several models with the same options. Beside results.json lie a model's answers to each task's
+questions, in the layout of lm-eval's ``--log_samples``, which lm-eval's tools and ``datasets`` read."""
 
 import contextlib
 import hashlib
@@ -28,8 +25,8 @@ from ladderize.eval.results import ComparisonDocument, EvalResults, EvaluatedMod
 from ladderize.eval.tasks import open_tasks, run_tasks
 from ladderize.eval.text import KeptPredictions, PredictedText, ids_sha256, open_baseline, predictions_of, text_windows
 from ladderize.files.documents import check_writable, read_own, write_json
+from ladderize.files.output import replacement, temporary_folder
 from ladderize.files.regular import inside, resolved
-from ladderize.files.temporaries import replacement, temporary_folder
 from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.environment import already_started
 from ladderize.ranks.group import Ranks, join_ranks
@@ -40,14 +37,11 @@ MOST_NAME = 80  # characters of a model's or a task's name in a file's name
 def evaluate(options: EvalOptions, *, open_model: OpenModel | None = None, console: Console = SILENT) -> EvalResults:
     """Evaluate each model with the same options and seeds. The first is the reference of the others.
 
-    On the text of ``options.perplexity`` the predictions of each later model are compared with the first one's. Models
-    may also be evaluated one at a time: with ``keep_predictions`` for the first, then ``reference``. Under ``accelerate
-    launch`` or ``torchrun`` every process has each model, and they share windows and questions; rank 0 writes, and all
-    return the same. ``out`` is written after every task, so a later failure loses nothing; the samples of tasks lie
-    beside it, in ``STEM.samples``.
+    Models may also be evaluated one at a time: with ``keep_predictions`` for the first, then ``reference``. Under
+    ``accelerate launch`` or ``torchrun`` every process has each model, and they share windows and questions; rank 0
+    writes, and all return the same. ``out`` is written after every task, so a later failure loses nothing.
 
     open_model: opens a model with the engine vllm: ``open_vllm`` of ``ladderize.vllm.eval_model``.
-    Raises UserError.
     """
     if options.engine == "vllm" and open_model is None:  # nothing in here imports vLLM
         raise UsageError("the engine vllm needs open_model=open_vllm, of ladderize.vllm.eval_model")
@@ -72,7 +66,8 @@ def evaluate(options: EvalOptions, *, open_model: OpenModel | None = None, conso
             with console.stage(f"loading {name}"), console.contained():
                 model = open_model(name, folder, options) if open_model else HFModel(name, folder, options, ranks)
             with contextlib.closing(model):
-                begins.append(begins_with_bos(model))
+                tokenizer = model.tokenizer
+                begins.append(tokenizer is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id])
                 if options.tasks and begins[-1] != begins[0]:
                     pair = f"{names[0]} and {name}"
                     console.warn(f"of the tokenizers of {pair} only one begins texts with BOS, which changes answers")
@@ -93,10 +88,7 @@ def evaluate(options: EvalOptions, *, open_model: OpenModel | None = None, conso
 
 
 def evaluation_ranks(options: EvalOptions) -> Ranks:
-    """Return this process alone, or among those that a launcher has started.
-
-    Raises UserError for a missing device, or a launcher that does not fit the engine.
-    """
+    """Return this process alone, or among those that a launcher has started."""
     device = options.device or default_device()
     check_device(device)
     if already_started() and options.engine == "vllm":
@@ -104,32 +96,24 @@ def evaluation_ranks(options: EvalOptions) -> Ranks:
     return join_ranks(device) if already_started() else Ranks(0, 1, torch.device(device))
 
 
-def begins_with_bos(model: EvalModel) -> bool:
-    """Return whether a model's tokenizer puts a BOS token in front of texts."""
-    tokenizer = model.tokenizer
-    return tokenizer is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-
-
 def score_text(
     model: EvalModel, baseline: KeptPredictions | None, options: EvalOptions, ranks: Ranks, console: Console
 ) -> EvaluatedModel:
-    """Return the model's description with the perplexity of ``options.perplexity``, and predictions where there is a
-    reference.
-
-    Raises UserError for a text that cannot be scored, or that cannot be compared with an earlier run's.
-    """
+    """Return the model's description with the perplexity of the text, and predictions where there is a reference."""
     name = model.described.model
     windows = text_windows(options, model.tokenizer, vocab_size=model.vocab_size, positions=model.positions)
     text = PredictedText(name, ids_sha256(windows), model.vocab_size)
     before = baseline.text if baseline is not None else None
-    reason = before.difference(text) if before is not None else None
-    if before is not None and reason is not None:
+    keep, reference = (baseline, None) if before is None else (None, baseline)
+    if before is not None and (before.vocab_size, before.ids_sha256) != (text.vocab_size, text.ids_sha256):
+        reason = "their windows are others (--perplexity, --seq-len, --windows, or the tokenizer differs)"
+        if before.vocab_size != text.vocab_size:
+            reason = f"their vocabulary has {before.vocab_size} tokens, and this one {text.vocab_size}"
         message = f"the predictions of {name} are not compared with those of {before.model}: {reason}"
         if options.reference is not None:
             raise UserError(message)
         console.warn(message)
-    keep = baseline if before is None else None
-    reference = baseline if before is not None and reason is None else None
+        reference = None
     with console.progress("perplexity", len(windows)) as advance:
         scores = model.score(windows, advance, keep, reference)
     nlls = np.array([score.nll for score in scores])
@@ -146,8 +130,8 @@ def score_text(
 
 
 def compare_with_first(out: Path, console: Console) -> list[ComparisonDocument]:
-    """Return the comparisons of all models with the first. A model that cannot be compared gives a warning, so that no
-    results are lost."""
+    """Return the comparisons of all models with the first. What cannot be compared is a warning: no results are
+    lost."""
     documents: list[ComparisonDocument] = []
     try:
         reference, *others = read_models(out)
@@ -162,16 +146,8 @@ def compare_with_first(out: Path, console: Console) -> list[ComparisonDocument]:
     return documents
 
 
-# ---- what is kept ----
-
-
 class Output:
-    """The results so far, with their samples. Raises UserError where they cannot be written.
-
-    out: their file.
-    writes: this process writes it.
-    models: the entries so far by name.
-    """
+    """The results so far by model, and their files: ``out``, and the samples beside it; ``writes``: by this process."""
 
     def __init__(self, options: EvalOptions, out: Path, *, writes: bool) -> None:
         self.options: dict[str, Any] = strict_json(identity(options))
@@ -186,10 +162,8 @@ class Output:
             )
 
     def earlier(self) -> dict[str, ModelResult]:
-        """Return the entries that an earlier run with the same options left in ``out``, with all their samples.
-
-        Raises UserError where it had other options, or models that are not named now: their results would be lost.
-        """
+        """Return the entries that an earlier run with the same options left in ``out``, with all their samples. Refused
+        are models that are not named now: their results would be lost."""
         try:
             results = EvalResults.from_dict(read_own(self.out), self.out)
         except UserError:

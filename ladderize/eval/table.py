@@ -1,5 +1,4 @@
-"""Measurements and comparisons for people: tables, and sentences that claim no more than the intervals show. Imports no
-torch."""
+"""Measurements and comparisons for people: sentences claim no more than the intervals show. Imports no torch."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from ladderize.eval.results import ComparisonDocument, EvalResults, ModelResult,
 
 
 def result_rows(results: EvalResults) -> list[dict[str, str]]:
-    """Return a row for each metric and model: layout, value, standard error. Perplexity comes first."""
+    """Return a row for each metric and model, those of the perplexity first."""
     rows: dict[tuple[str, str], list[dict[str, str]]] = {}  # by task and metric
     names = short_names([entry.model.model for entry in results.models])
     for name, entry in zip(names, results.models, strict=True):
@@ -52,8 +51,7 @@ def short_names(models: Sequence[str]) -> list[str]:
 
 
 def mean_accuracy(entry: ModelResult) -> float | None:
-    """Return the mean over the tasks of the metric that stands for each, pooled as comparisons are; None where none is
-    a share of right answers or similar, between 0 and 1."""
+    """Return the mean over tasks of the metric that stands for each, if between 0 and 1, pooled as comparisons are."""
     reported = entry.reported
     values: dict[str, float] = {}
     for task in reported.leaves:
@@ -67,29 +65,19 @@ def mean_accuracy(entry: ModelResult) -> float | None:
             values[task] = value
     means = []
     for unit in pooled_units(reported.group_subtasks, list(values)):
-        counts = [_sample_count(entry, task) for task in unit]
+        counts = [entry.harness.get("n-samples", {}).get(task, {}).get("effective", 1) for task in unit]
         means.append(np.average([values[task] for task in unit], weights=counts))
     return float(np.mean(means)) if means else None
 
 
-def _sample_count(entry: ModelResult, task: str) -> int:
-    """Return the number of a task's questions; 1 where the file does not say it."""
-    counts = entry.harness.get("n-samples", {}).get(task, {})
-    return int(counts.get("effective", 1))
-
-
-# ---- comparisons ----
-
-
 def show_comparison(document: ComparisonDocument, console: Console) -> None:
-    """Print a heading, a table of all metrics of tasks, and sentences."""
     reference, other = short_names([document.reference, document.other])
     console.result(f"{other} against {reference} ({CONFIDENCE:.0%} intervals)\n")
     if document.tasks:
         rows = [_row(task, document.margin) for task in document.tasks]
         console.table(rows, right=[key for key in rows[0] if key not in ("task", "metric")])
         console.result("")
-    for sentence in comparison_sentences(document):
+    for sentence in _sentences(document):
         console.prose(sentence)
 
 
@@ -109,8 +97,8 @@ def _row(task: TaskComparison, margin: float) -> dict[str, str]:
     }
 
 
-def comparison_sentences(document: ComparisonDocument) -> Iterator[str]:
-    """Yield the results of the whole comparison, which claim no more than the intervals show, then its limits."""
+def _sentences(document: ComparisonDocument) -> Iterator[str]:
+    """Yield the results of the whole comparison, then its limits."""
     overall, text = document.overall, document.perplexity
     if overall is not None:
         claim, shown = ("More than", "shown") if overall.verdict == "worse" else ("At most", overall.verdict)
@@ -131,7 +119,6 @@ def comparison_sentences(document: ComparisonDocument) -> Iterator[str]:
 
 
 def prediction_words(predictions: Predictions) -> str:
-    """Return how far predictions are from the reference's."""
     return (
         f"Predictions: mean KL divergence {predictions.mean_kl:.4g} nats per token"
         f" ({interval_words(predictions.low, predictions.high, '.4f')}), 99th percentile {predictions.p99_kl:.4g};"
@@ -140,7 +127,6 @@ def prediction_words(predictions: Predictions) -> str:
 
 
 def margin_text(margin: float) -> str:
-    """Return the margin in words, such as ``1 point``."""
     return f"{margin:g} point{'s' * (margin != 1)}"
 
 

@@ -31,31 +31,21 @@ REQUESTS = ("loglikelihood", "loglikelihood_rolling", "generate_until")  # the m
 _environment = cache(get_pretty_env_info)
 
 
-# ---- found and opened ----
-
-
 @dataclass(frozen=True)
 class AskedTasks:
-    """The tasks of ``--tasks``, found and opened.
-
-    loaded: name of a task, group or tag -> lm-eval's ``tasks`` and ``groups`` in it, by their names.
-    """
+    """The tasks of ``--tasks``, found and opened."""
 
     manager: "TaskManager"
-    loaded: Mapping[str, Mapping[str, Any]]
+    loaded: Mapping[str, Mapping[str, Any]]  # by a task's, group's or tag's name, lm-eval's ``tasks`` and ``groups``
 
     @property
     def leaves(self) -> dict[str, Any]:
-        """All tasks by name."""
         return {task: entry for content in self.loaded.values() for task, entry in content["tasks"].items()}
 
 
 def open_tasks(options: EvalOptions) -> AskedTasks:
-    """Return the tasks of ``options.tasks``, which has names and patterns. The data of all were opened.
-
-    A task that an earlier name has brought is left out.
-    Raises UserError for a task that does not exist or cannot be loaded, or options that do not fit it.
-    """
+    """Return the tasks of ``options.tasks``, names and patterns, with their data. One that an earlier name has brought
+    is left out."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = _index(options)
     loaded: dict[str, Mapping[str, Any]] = {}
@@ -86,11 +76,8 @@ def open_tasks(options: EvalOptions) -> AskedTasks:
 
 
 def _index(options: EvalOptions) -> "TaskManager":
-    """Return the manager of the tasks that lm-eval finds.
-
-    Its thousands of own tasks take many seconds, and are read only where they can matter: a task or a tag of
-    ``include_path`` hides an own one of that name, but a group may hold own tasks.
-    """
+    """Return the manager of the tasks that lm-eval finds. Its thousands of own tasks take many seconds, and are read
+    only where they can matter: a task or a tag of ``include_path`` hides an own one, but a group may hold own tasks."""
     from lm_eval.tasks import TaskManager
 
     if options.include_path is not None:
@@ -101,10 +88,7 @@ def _index(options: EvalOptions) -> "TaskManager":
 
 
 def tasks_digest(asked: AskedTasks, file_digest: Callable[[Path], str]) -> str:
-    """Return the hash of what decides the questions and their metrics: settings, functions and all rows.
-
-    file_digest: the hash of a file's content.
-    """
+    """Return the hash of what decides the questions and their metrics: settings, functions and all rows."""
 
     def code(value: Any) -> Any:
         """Return what stands for a function: its source, and the Python files beside it, which may help it."""
@@ -133,24 +117,16 @@ def tasks_digest(asked: AskedTasks, file_digest: Callable[[Path], str]) -> str:
     return digest.hexdigest()
 
 
-# ---- run ----
-
-
 def run_tasks(
     model: EvalModel, asked: AskedTasks, done: Mapping[str, Any], options: EvalOptions, ranks: Ranks, console: Console
 ) -> Iterator[dict[str, Any]]:
-    """Yield lm-eval's result of each task as soon as it is run, on the first rank of each machine.
-
-    done: tasks that are not run again.
-    ranks: share out the questions.
-    """
+    """Yield lm-eval's result of each task that is not done, as soon as it is run, on the first rank of each machine."""
     name, manager = model.described.model, asked.manager
-
-    def is_done(task: str) -> bool:
-        """Return whether the results have a task, or all tasks of a tag, which they do not name."""
-        return task in done or (task in manager.all_tags and done.keys() >= asked.loaded[task]["tasks"].keys())
-
-    todo = [(number, task) for number, task in enumerate(asked.loaded, start=1) if not is_done(task)]
+    todo = []
+    for number, (task, content) in enumerate(asked.loaded.items(), start=1):
+        is_done = task in done or (task in manager.all_tags and done.keys() >= content["tasks"].keys())
+        if not is_done:  # results do not name a tag, but all its tasks
+            todo.append((number, task))
     if not todo:
         return
     harness = model.harness()
@@ -187,10 +163,8 @@ def _has_nan(answer: Any) -> bool:
 
 
 def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptions) -> dict[str, Any] | None:
-    """Run one task (or group) with lm-eval's ``simple_evaluate``, the seeds set anew; return its result.
-
-    ``samples`` in it has every task's answers. None on ranks that are not the first of their machine.
-    """
+    """Run one task (or group) with lm-eval, the seeds set anew; return its result, with every task's ``samples``. It is
+    None on ranks that are not the first of their machine."""
     from lm_eval import simple_evaluate
 
     # lm-eval asks git about the current folder, which says nothing of us; git complains where there is no repository.
@@ -219,13 +193,8 @@ def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptio
 
 
 def share_requests(harness: Any, ranks: Ranks) -> None:
-    """Let each rank answer the requests of its documents, and return all answers.
-
-    lm-eval sees one process on every rank. So its sampler draws the few-shot examples of all documents in turn, and
-    metrics are over all answers.
-
-    harness: an ``lm_eval.api.model.LM``.
-    """
+    """Let each rank answer the requests of its documents, and return all answers. lm-eval sees one process on every
+    rank: its sampler draws the few-shot examples of all documents in turn, and metrics are over all answers."""
 
     def shared(answer: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         def answer_all(requests: Sequence[Any], **options: Any) -> list[Any]:
@@ -243,12 +212,8 @@ def share_requests(harness: Any, ranks: Ranks) -> None:
 
 
 def encode_joined(harness: Any) -> list[tuple[str, str]]:
-    """Encode an answer alone where its text joins the context's last token, so that it would have no token.
-
-    So does lm-eval's pull request 4055. Returns a list that gets each such pair.
-
-    harness: an ``lm_eval.api.model.TemplateLM``.
-    """
+    """Encode an answer alone where its text joins the context's last token, so that it would have no token, as does
+    lm-eval's pull request 4055. Returns a list that gets each such pair."""
     encode_pair, joined = harness._encode_pair, list[tuple[str, str]]()
 
     def encode(context: str, answer: str) -> tuple[list[int], list[int]]:

@@ -1,9 +1,8 @@
 """The text of ``--perplexity``: its windows, their scores, and predictions that are kept to compare other models with.
 
-The logits themselves would be vast. A folder of kept predictions holds ``window-N.safetensors`` (``states`` [scored
-tokens, hidden], the normed final hidden states), ``head.safetensors`` (``weight`` [vocabulary, hidden] and perhaps
-``bias``), and ``predictions.json`` (``PredictedText``), which is written last: without it the others are worth nothing.
-Logits are ``states @ weight.T + bias``, in the dtype that both have.
+The logits would be vast. A folder of kept predictions holds ``window-N.safetensors`` (``states`` [scored tokens,
+hidden]), ``head.safetensors`` (``weight`` [vocabulary, hidden], perhaps ``bias``: logits are ``states @ weight.T +
+bias``), and ``predictions.json`` (``PredictedText``), which is written last: without it the others are worth nothing.
 """
 
 import contextlib
@@ -30,9 +29,9 @@ from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import Predictions
 from ladderize.families.registry import decoder_of, find_family
 from ladderize.files.documents import check_writable, read_document, write_json
+from ladderize.files.output import temporary_folder
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
-from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.group import Ranks
 
 if TYPE_CHECKING:
@@ -40,9 +39,6 @@ if TYPE_CHECKING:
 
 LOGITS_AT_A_TIME = 1 << 24  # about six arrays of this size exist while models are compared
 DOCUMENT, HEAD, WINDOW = "predictions.json", "head", "window-{}"
-
-
-# ---- kept predictions ----
 
 
 @dataclass(frozen=True)
@@ -53,24 +49,15 @@ class PredictedText(Record):
     ids_sha256: str
     vocab_size: int
 
-    def difference(self, other: "PredictedText") -> str | None:
-        """Return why predictions of ``other`` cannot be compared with these; None where they can."""
-        if self.vocab_size != other.vocab_size:
-            return f"their vocabulary has {self.vocab_size} tokens, and this one {other.vocab_size}"
-        if self.ids_sha256 != other.ids_sha256:
-            return "their windows are others (--perplexity, --seq-len, --windows, or the tokenizer differs)"
-        return None
-
 
 @dataclass
 class KeptPredictions:
-    """A folder of predictions; text: None until it is whole."""
+    """A folder of predictions."""
 
     folder: Path
-    text: PredictedText | None = None
+    text: PredictedText | None = None  # None until it is whole
 
     def save(self, name: str, tensors: Mapping[str, Tensor | None]) -> None:
-        """Write a file. Raises UserError where the disk is full."""
         path = self.folder / f"{name}.safetensors"
         kept = {key: tensor for key, tensor in tensors.items() if tensor is not None}
         try:
@@ -81,7 +68,6 @@ class KeptPredictions:
             ) from error
 
     def load(self, name: str, device: torch.device) -> dict[str, Tensor]:
-        """Read a file. Raises UserError where that fails."""
         path = self.folder / f"{name}.safetensors"
         try:
             return load_file(path, device=str(device))
@@ -89,7 +75,6 @@ class KeptPredictions:
             raise UserError(f"{path} cannot be read ({sentence(error)}); evaluate the reference again") from None
 
     def finish(self, text: PredictedText, ranks: Ranks) -> None:
-        """Write what the folder holds."""
         self.text = text
         if ranks.is_main:
             write_json(self.folder / DOCUMENT, text.to_dict())
@@ -99,10 +84,7 @@ class KeptPredictions:
 @contextlib.contextmanager
 def open_baseline(options: EvalOptions, ranks: Ranks) -> Iterator[KeptPredictions | None]:
     """Yield a folder for predictions of the first model, or with those of an earlier run; None where none are compared.
-
-    All ranks write into one folder, which several machines must share: there, ``keep_predictions`` names one.
-    Raises UserError for a folder that cannot be used.
-    """
+    All ranks write into it: several machines must share the one that ``keep_predictions`` names."""
     if options.reference is not None:
         folder = resolved(options.reference, "--reference ")
         path = folder / DOCUMENT
@@ -124,8 +106,7 @@ def open_baseline(options: EvalOptions, ranks: Ranks) -> Iterator[KeptPrediction
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make ``folder`` ready for predictions; earlier ones in it are removed. Raises UserError if it holds anything
-    else."""
+    """Make ``folder`` ready for predictions, in place of earlier ones; anything else in it is refused."""
     if not folder.parent.is_dir():
         raise UserError(f"{folder}: the folder {folder.parent} does not exist")
     # the document first
@@ -138,16 +119,10 @@ def prepare_folder(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# ---- windows and their scores ----
-
-
 def text_windows(
     options: EvalOptions, tokenizer: "PreTrainedTokenizerBase | None", *, vocab_size: int, positions: int
 ) -> list[np.ndarray]:
-    """Return the windows of ``options.perplexity`` in a model's ids, ``options.seq_len`` long.
-
-    Raises UserError for a text that cannot be read, or a length beyond the model's positions.
-    """
+    """Return the windows of ``options.perplexity`` in a model's ids."""
     assert options.perplexity is not None
     documents = read_documents(options.perplexity, tokenizer, vocab_size=vocab_size)
     seq_len = options.seq_len or default_seq_len([options.perplexity], positions)
@@ -166,14 +141,11 @@ def ids_sha256(windows: list[np.ndarray]) -> str:
 
 @dataclass(frozen=True)
 class WindowScore:
-    """The score of a window of n ids, of which all but the first are scored.
+    """The score of a window of n ids, of which all but the first are scored."""
 
-    nll: the summed negative log-likelihood in nats.
-    kl: KL(reference || this model) at each scored token in nats, float32 [n - 1]; empty without a reference.
-    same_top: True where both models hold the same token most likely, bool [n - 1]; empty without a reference.
-    """
-
-    nll: float
+    nll: float  # the summed negative log-likelihood in nats
+    # at each scored token [n - 1], empty without a reference: KL(reference || this model) in nats, and whether both
+    # models hold the same token most likely
     kl: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     same_top: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
 
@@ -190,14 +162,10 @@ def score_windows(
 ) -> list[WindowScore]:
     """Score the ``chosen`` windows (None: all), int64 [n] each; consecutive windows of equal length are batched.
 
-    The model's body runs on batches, its output layer on so few tokens at a time that memory stays bounded for any
-    vocabulary.
-
     keep: takes this model's states and output layer.
     reference: what ``keep`` of another model took of the same windows.
     advance: is called with the number of windows scored.
-    Raises UserError for an architecture that ladderize does not know, which may cap its logits, say; and where a folder
-    cannot be written or read.
+    Raises UserError for an architecture that ladderize does not know, which may cap its logits, say.
     """
     layer, config = model.get_output_embeddings(), model.config.to_dict()
     if not isinstance(layer, torch.nn.Linear) or find_family(config) is None:
@@ -230,12 +198,8 @@ def score_windows(
 def score_window(
     layer: torch.nn.Linear, states: Tensor, targets: Tensor, head: dict[str, Tensor] | None, theirs: Tensor | None
 ) -> WindowScore:
-    """Score one window.
-
-    layer: states [n, hidden] -> logits [n, vocabulary].
-    targets: the tokens that follow the states [n].
-    head, theirs: the reference's output layer, and its states [n, hidden].
-    """
+    """Score one window, its logits on so few tokens at a time that memory stays bounded for any vocabulary; ``targets``
+    follow the states [n, hidden], ``head`` and ``theirs`` are the reference's output layer and its states."""
     total, kl, same = 0.0, [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
     at_once = max(1, LOGITS_AT_A_TIME // layer.out_features)
     for first in range(0, len(targets), at_once):
@@ -252,10 +216,7 @@ def score_window(
 
 
 def predictions_of(scores: list[WindowScore], reference: str) -> Predictions:
-    """Return the figures of a model whose windows were compared with the reference's.
-
-    Raises UserError where they are NaN or infinite.
-    """
+    """Return the figures of a model whose windows were compared with the reference's."""
     tokens = np.concatenate([score.kl for score in scores]).astype(np.float64)
     check_finite(tokens.sum(), "the divergence from the reference's predictions")
     sums = np.array([score.kl.sum(dtype=np.float64) for score in scores])

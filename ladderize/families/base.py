@@ -116,10 +116,7 @@ def window_of(config: Mapping[str, Any]) -> int | None:
 def layer_windows(
     config: Mapping[str, Any], window: int | None, is_sliding: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
-    """Return the window of each layer, None for one without.
-
-    is_sliding: says which layers have one, where the config has no ``layer_types``.
-    """
+    """Return the window of each layer, None for one without; ``is_sliding`` decides where no ``layer_types`` do."""
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     if kinds is None:
         return tuple(window if is_sliding(layer) else None for layer in range(layers))

@@ -14,14 +14,9 @@ OwnRecord = typing.TypeVar("OwnRecord", bound="Record")
 
 
 class Record:
-    """Base of dataclasses that are JSON objects.
+    """Base of dataclasses that are JSON objects, of plain values, Records, and lists, dicts and unions of these."""
 
-    Fields are plain values, other Records, or lists, tuples, dicts and unions of these.
-
-    LEFT_OUT: fields that JSON lacks while they are None; other fields are null there.
-    """
-
-    LEFT_OUT: typing.ClassVar[tuple[str, ...]] = ()
+    LEFT_OUT: typing.ClassVar[tuple[str, ...]] = ()  # fields that JSON lacks while they are None, instead of null
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document as JSON holds it; ``from_dict`` reads it back."""
@@ -30,10 +25,7 @@ class Record:
 
     @classmethod
     def from_dict(cls: type[OwnRecord], value: object, where: str | Path) -> OwnRecord:
-        """Return the record of a document that ``to_dict`` made. Unknown keys are ignored.
-
-        where: begins the messages about a missing field, or a value of another type.
-        """
+        """Return the record of a document, whose unknown keys are ignored; ``where`` begins the messages."""
         if not isinstance(value, Mapping):
             raise UserError(f"{where} is {shown(value)}, but must be an object")
         values, hints = {}, get_type_hints(cls)
@@ -83,10 +75,9 @@ def read_value(kind: Any, value: Any, where: str) -> Any:
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             raise UserError(f"{where} is {shown(value)}, but must be an object")
-        return {
-            _key(arguments[0], key, where): read_value(arguments[1], item, f"{where}.{key}")
-            for key, item in value.items()
-        }
+        keys = [_key(arguments[0], key, where) for key in value]
+        items = [read_value(arguments[1], item, f"{where}.{key}") for key, item in value.items()]
+        return dict(zip(keys, items, strict=True))
     if isinstance(kind, type) and issubclass(kind, Record):
         return kind.from_dict(value, where)
     if kind is float and type(value) is int:

@@ -1,7 +1,5 @@
-"""Files that a user names or a checkpoint brings: opened only where they are regular, and read up to a limit.
-
-A FIFO would make its reader wait for ever, and a device may never end.
-"""
+"""Files that a user names or a checkpoint brings: opened only where they are regular, and read up to a limit: a FIFO
+would make its reader wait for ever, and a device may never end."""
 
 import stat
 from collections.abc import Iterator
@@ -16,11 +14,8 @@ MAX_LINE_BYTES = 64 << 20  # of one line of JSON: ten million tokens
 
 
 def resolved(path: str | Path, option: str = "") -> Path:
-    """Return the absolute path without links and ``~``; raises UserError for loops and unknown users' homes.
-
-    option: precedes the path in the message, such as "OUT "; with it an empty path, which would be the current folder,
-    is refused: a variable may not be set.
-    """
+    """Return the absolute path without links and ``~``; ``option`` precedes it in messages, and with it an empty path
+    is refused: a variable may not be set."""
     if option and not str(path).strip():
         raise UserError(f"{option}is empty; name a file or folder")
     try:
@@ -56,7 +51,6 @@ def check_regular(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read its bytes; raises UserError unless it is regular, OSError where it does not exist."""
     check_regular(path)
     return path.open("rb")
 

@@ -12,24 +12,18 @@ from typing import Any, TypeVar
 from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
+from ladderize.files.output import lock_folder
 from ladderize.files.regular import resolved
-from ladderize.files.temporaries import lock_folder
 
 RUN_FILE, RUN_SHA256 = "run.json", "run_sha256"  # a run's identity; the key of its digest in a document in OUT
 Folder = TypeVar("Folder", bound="Unfinished")
 
 
 class Unfinished:
-    """A locked folder of a run's finished pieces, with the run's identity in ``run.json``.
-
-    As a context it is removed when the block, which makes the result whole, is done. An error keeps the pieces.
-
-    command: the command of ladderize that makes such pieces.
-    identity: what a run must have in common with the one whose pieces it goes on with, as JSON.
-    pieces: a pattern of what could be missed; where nothing matches, another run begins anew.
-    main: of several processes the one that makes, locks and removes the folder.
-    Raises UserError where the folder holds other files, another run's pieces, or is in use.
-    """
+    """A locked folder of a run's finished pieces. As a context it is removed when the block, which makes the result
+    whole, is done. An error keeps the pieces, and with them the run's ``identity`` in ``run.json``: what another run
+    must have in common to go on with them. Where nothing matches ``pieces``, another one begins anew. Of several
+    processes the ``main`` one makes, locks and removes the folder."""
 
     def __init__(
         self,
@@ -64,10 +58,15 @@ class Unfinished:
         if "command" in different:
             different = ["command"]
         if earlier and different and (different == ["command"] or self.has_pieces()):
-            changes = " and ".join(_change(key, earlier.get(key), identity[key]) for key in different)
+            changes = []
+            for key in different:
+                old, new = earlier.get(key), identity[key]
+                # both where they are numbers, which may be defaults that nobody gave
+                is_number = isinstance(old, int | float) and isinstance(new, int | float)
+                changes.append(f"{key} ({old}{f', now {new}' * is_number})" if is_number or key == "command" else key)
             raise UserError(
-                f"{self.folder} holds unfinished work of a run with another {changes}; give the old value again, delete"
-                " it to start again, or choose another OUT"
+                f"{self.folder} holds unfinished work of a run with another {' and '.join(changes)}; give the old value"
+                " again, delete it to start again, or choose another OUT"
             )
         if different:
             write_json(self.folder / RUN_FILE, identity)
@@ -101,32 +100,21 @@ class Unfinished:
         self.folder.rmdir()
 
 
-def _change(key: str, old: object, new: object) -> str:
-    """Return what differs; with both values where they are numbers, which may be defaults that nobody gave."""
-    if isinstance(old, int | float) and isinstance(new, int | float):
-        return f"{key} ({old}, now {new})"
-    return f"{key} ({old})" if key == "command" else key
-
-
 def work_folder(out: str | Path) -> Path:
-    """Return the folder of unfinished work beside OUT. Raises UserError where OUT has nothing beside it."""
+    """Return the folder of unfinished work beside OUT."""
     target = resolved(out, "OUT ")
     if not target.name:
         raise UserError(f"OUT {out} has no folder beside it for unfinished work; name a folder inside it")
     return target.with_name(f"{target.name}.ladderize-work")
 
 
-# ---- a run that was killed after its output appeared ----
-
-
 def run_digest(identity: Mapping[str, Any]) -> str:
-    """Return a hash of all that decides a run's result. A document in OUT holds it as ``RUN_SHA256``."""
+    """Return a hash of all that decides a run's result, which a document in OUT holds as ``RUN_SHA256``."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def is_written_by(document: Mapping[str, Any], out: Path, digest: str) -> bool:
-    """Return whether a document in ``out`` is of the run that wrote that folder: a conversion carries documents on into
-    other ones."""
+    """Return whether a document in ``out`` is of the run that wrote that folder: a conversion carries them on."""
     named = document.get("out")
     return document.get(RUN_SHA256) == digest and isinstance(named, str) and resolved(named) == out
 

@@ -1,16 +1,14 @@
 """The command ``ladderize calibrate``: products and messages are timed, and straight lines are fitted to the times.
 
-A product of one row takes a start and its bytes over the bandwidth. A product of many rows takes its operations over
-the rate. A message takes a latency and its bytes over a bandwidth. A line is fitted to relative errors, so that a
-microsecond and a second weigh alike.
-
-Weights alternate among more than any cache holds. A message is timed behind a product, since in a pass ranks also wait
-for each other: over gloo it takes twice as long there as alone.
+A product of one row takes a start and its bytes over the bandwidth, one of many rows its operations over the rate, a
+message a latency and its bytes over a bandwidth. Lines are fitted to relative errors: a microsecond and a second weigh
+alike. Weights alternate among more than any cache holds. A message is timed behind a product, since in a pass ranks
+also wait for each other: over gloo it takes twice as long there as alone.
 """
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -92,8 +90,8 @@ class TimedGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class CalibrationDocument(Record):
-    """The file of ``ladderize calibrate``. ``--hardware`` reads ``device`` of it, and ``--link`` reads ``link``, which
-    is None where one rank was timed."""
+    """The file of ``ladderize calibrate``, which --hardware and --link read; ``link``: None where one rank was
+    timed."""
 
     device: DeviceSpec
     link: Interconnect | None
@@ -102,10 +100,7 @@ class CalibrationDocument(Record):
 
 
 def calibrate(options: CalibrateOptions, *, console: Console = SILENT) -> CalibrationDocument:
-    """Time products and messages, fit a device and a link, and write them; return the document.
-
-    Raises UsageError or UserError for what cannot be timed.
-    """
+    """Time products and messages, fit a device and a link, and write them; return the document."""
     kind, dtype = options.device or default_device(), options.compute_dtype
     check_device(kind)
     check_writable(options.out, inputs=[options.hardware])
@@ -122,11 +117,8 @@ def calibrate(options: CalibrateOptions, *, console: Console = SILENT) -> Calibr
     return document
 
 
-# ---- the times ----
-
-
 def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, console: Console) -> TimedGroup:
-    """Time products and messages, and return the times. All ranks call it. Raises UserError if memory is too small."""
+    """Return the times of products and messages. All ranks call it."""
     kind: torch.dtype = getattr(torch, dtype)
     widest = sizes.rows[-1] * sizes.widths[-1] * kind.itemsize
     check_room(2 * sizes.pool_bytes + 3 * widest, group.device, "calibrate", "free some", processes=group.local_size)
@@ -148,7 +140,8 @@ def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, consol
                 product = timer(partial(_multiply, weights, x), IN_A_ROW)
                 for size in MESSAGES:
                     message = torch.zeros(size // kind.itemsize, dtype=kind, device=group.device)
-                    both = timer(partial(_multiply_and_sum, weights, x, message, collectives), IN_A_ROW)
+                    sums = partial(_multiply, weights, x, after=partial(collectives.all_reduce, message))
+                    both = timer(sums, IN_A_ROW)
                     messages.append(TimedMessage(size, max(both - product, LEAST_SECONDS)))
                     if size in MESSAGES[len(MESSAGES) // 2 :]:
                         # a message of ``a`` seconds and longer compute of ``c`` take c + contention * a together
@@ -169,16 +162,12 @@ def _weights(width: int, pool_bytes: int, dtype: torch.dtype, device: torch.devi
     return [Linear(torch.randn(width, width, dtype=dtype, device=device), pack=True) for _ in range(count)]
 
 
-def _multiply(weights: list[Linear], x: torch.Tensor, count: int = IN_A_ROW) -> None:
+def _multiply(
+    weights: list[Linear], x: torch.Tensor, count: int = IN_A_ROW, after: Callable[[], object] = lambda: None
+) -> None:
     for number in range(count):
         weights[number % len(weights)](x)
-
-
-def _multiply_and_sum(weights: list[Linear], x: torch.Tensor, message: torch.Tensor, collectives: Collectives) -> None:
-    """Sum a message behind each product."""
-    for number in range(IN_A_ROW):
-        weights[number % len(weights)](x)
-        collectives.all_reduce(message)
+        after()
 
 
 def _multiply_beside(
@@ -188,9 +177,6 @@ def _multiply_beside(
     handle = collectives.all_reduce_async(message)
     _multiply(weights, x, count)
     handle.wait()
-
-
-# ---- the fit ----
 
 
 def fit_device(kind: str, dtype: str, groups: Sequence[TimedGroup], sheet: DeviceSpec | None = None) -> DeviceSpec:

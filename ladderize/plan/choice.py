@@ -7,8 +7,7 @@ Real costs are more or less than sums. With measurements, the program is solved 
 measured, and with the median of real over estimated costs so far. Finally the best is measured on held-out windows. If
 it costs more than the budget there, that counts as its cost, and the search goes on.
 
-An accuracy cost is the increase of the mean negative log-likelihood of a token over the dense model's, in nats. The
-perplexity is exp(cost) times the dense one's.
+A cost is the increase of the mean negative log-likelihood of a token over the dense model's, in nats.
 """
 
 import math
@@ -95,7 +94,6 @@ class PlanChoice(Record):
 
     @property
     def is_verified(self) -> bool:
-        """True if the choice is within the budget on held-out windows, too."""
         return self.chosen.held_out is not None
 
 
@@ -137,10 +135,7 @@ def total(table: np.ndarray, kinds: Kinds) -> float:
 def kind_seconds(
     times: Mapping[str, PassParts], passes: Mapping[str, int], num_layers: int
 ) -> tuple[float, np.ndarray]:
-    """Return the seconds of a batch: those that all layouts have, and those of each kind of each layer [L, kinds].
-
-    times, passes: by phase, the parts of one pass, and the number of passes.
-    """
+    """Return the seconds of a batch: those that all layouts have, and those of each kind of each layer [L, kinds]."""
     seconds = np.zeros((num_layers, len(LAYER_KINDS)))
     for phase, count in passes.items():
         for kind, (entering, mode) in enumerate(KIND_STEPS.values()):
@@ -151,11 +146,8 @@ def kind_seconds(
 
 
 def solve(least: np.ndarray, bounded: np.ndarray, bound: float, excluded: Collection[Kinds] = ()) -> Kinds | None:
-    """Return the layout with the least sum over ``least``, of those whose sum over ``bounded`` is at most ``bound``;
-    None where there is none.
-
-    least, bounded: [L, kinds], at least 0; inf where a kind is not offered.
-    """
+    """Return the layout with the least sum over ``least``, of those whose sum over ``bounded`` is at most ``bound``.
+    Both are [L, kinds], at least 0; ``least`` is inf where a kind is not offered."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     layers, kinds = least.shape
@@ -191,10 +183,7 @@ def choose_layout(
     console: Console = SILENT,
 ) -> PlanChoice:
     """Return the fastest layout within the budget in nats, by estimated costs, or by at most ``limit`` measurements.
-
-    By measurements it is within the budget on the windows that it was chosen by, and on held-out ones where those were
-    measured. Raises UserError where no layout that is faster than the dense one is within the budget.
-    """
+    One that is no faster than the dense one is refused."""
     candidate = _next_layout(tables, tables.nats, budget, tables.dense)
     if candidate is None:
         raise UserError("no layout is faster than the dense one on this hardware with this workload: do not convert")
@@ -225,7 +214,10 @@ def choose_layout(
         console.note(f"{number} of {limit}: {speed}, {cost.nats:+.4f} nats {where}")
         if kinds == best and cost.nats <= budget:
             break
-        costs = _real_costs(measured, held_out)
+        # on held-out windows; where these are unknown, as much above the measured as was seen at most
+        factors = [cost.nats / max(measured[layout].nats, LEAST_NATS) for layout, cost in held_out.items()]
+        costs = {layout: max([1.0, *factors]) * cost.nats for layout, cost in measured.items()}
+        costs |= {layout: cost.nats for layout, cost in held_out.items()}
         within = [kinds for kinds, nats in costs.items() if nats <= budget]
         best = max(within, key=lambda kinds: (tables.speedup(kinds), -costs[kinds]), default=None)
         ratios = [nats / total(estimates, kinds) for kinds, nats in costs.items()]
@@ -246,21 +238,12 @@ def choose_layout(
 def _next_layout(
     tables: LayerTables, nats: np.ndarray, budget: float, slower: Kinds, excluded: Collection[Kinds] = ()
 ) -> Kinds | None:
-    """Return the fastest layout within the budget, or else the least costly; None where none is faster than
-    ``slower``."""
+    """Return the fastest layout within the budget, else the least costly, if it is faster than ``slower``."""
     most_seconds = total(tables.seconds, slower) * (1 - ROUNDING)
     fastest = solve(tables.seconds, nats, budget, excluded)
     if fastest is not None and total(tables.seconds, fastest) < most_seconds:
         return fastest
     return solve(nats, tables.seconds, most_seconds, excluded)
-
-
-def _real_costs(measured: Mapping[Kinds, LayoutCost], held_out: Mapping[Kinds, LayoutCost]) -> dict[Kinds, float]:
-    """Return the costs on held-out windows; where they are unknown, as much above the measured as was seen at most."""
-    factors = [cost.nats / max(measured[kinds].nats, LEAST_NATS) for kinds, cost in held_out.items()]
-    dearer = max([1.0, *factors])
-    costs = {kinds: dearer * cost.nats for kinds, cost in measured.items()}
-    return costs | {kinds: cost.nats for kinds, cost in held_out.items()}
 
 
 def shown_increase(nats: float, digits: int = 2) -> str:

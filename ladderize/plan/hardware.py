@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.errors import UserError
-from ladderize.files.documents import read_section
-from ladderize.files.parsing import read_yaml
+from ladderize.files.documents import read_section, read_yaml
 from ladderize.files.records import Record
 from ladderize.files.regular import names_a_file
 from ladderize.runtime.collectives.links import Interconnect, known_interconnects
@@ -127,7 +126,6 @@ class DeviceSpec(Record):
 
 @cache
 def known_devices() -> dict[str, DeviceSpec]:
-    """Return the rows of devices.yaml, by name."""
     devices: dict[str, DeviceSpec] = {}
     for name, row in read_yaml(DEVICE_TABLE).items():
         devices[name] = _device({"name": name, **row}, devices, f"{DEVICE_TABLE}: {name}")
@@ -135,7 +133,7 @@ def known_devices() -> dict[str, DeviceSpec]:
 
 
 def _device(row: Mapping[str, Any], devices: Mapping[str, DeviceSpec], where: str) -> DeviceSpec:
-    """Return the device of a row, completed by figures of the one that ``like`` names. Raises UserError."""
+    """Return the device of a row, completed by figures of the one that ``like`` names."""
     shared: dict[str, Any] = {}
     if "like" in row:
         name = str(row["like"])
@@ -146,8 +144,8 @@ def _device(row: Mapping[str, Any], devices: Mapping[str, DeviceSpec], where: st
 
 
 def read_device(text: str) -> DeviceSpec:
-    """Return a row of devices.yaml by its name, or the ``device`` of a file, of `ladderize calibrate` or of your own.
-    Raises UserError for anything else."""
+    """Return a device of devices.yaml by its name, or the ``device`` of a file, of `ladderize calibrate` or your
+    own."""
     devices = known_devices()
     if text in devices:
         return devices[text]
@@ -164,16 +162,13 @@ def read_device(text: str) -> DeviceSpec:
 
 @cache
 def known_engines() -> dict[str, EngineFacts]:
-    """Return the rows of engines.yaml, by name."""
     rows = read_yaml(ENGINE_TABLE)
     return {name: EngineFacts.from_dict({"name": name, **row}, f"{ENGINE_TABLE}: {name}") for name, row in rows.items()}
 
 
 def own_links(device: DeviceSpec, engine: EngineFacts) -> tuple[Interconnect, ...]:
-    """Return the links over the device's own wires that the engine's kernels have; none where the wires are unknown.
-
-    Of each kernel it is the one that was timed over the most similar wires.
-    """
+    """Return the links over the device's own wires: of each kernel that the engine has, the one that was timed over the
+    most similar wires."""
     if device.medium is None or device.wire_gb_s is None:
         return ()
     wire_gb_s, kernels = device.wire_gb_s, engine.collectives.get(device.medium, {})

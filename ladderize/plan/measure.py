@@ -1,8 +1,5 @@
-"""The real costs of layouts: their likelihood on windows of data, layer by layer with one layer in memory at a time.
-
-A choice by sums is measured on the windows of the sensitivity. Since it was chosen by these, it is measured on others,
-too. Layouts may be aligned first, on windows that are neither.
-"""
+"""The real costs of layouts, on the windows that they were chosen by and on others; they may be aligned first, on
+windows that are neither. One layer is in memory at a time."""
 
 import hashlib
 import math
@@ -11,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.layout_scores import AlignedLayouts, passes_of, usual_batch
+from ladderize.adapt.layers.sensitivity import AlignedLayouts, aligned_passes, usual_batch
 from ladderize.adapt.layers.windows import split_windows
 from ladderize.blocks import Blocks, check_finite, compute_dtype, read_windows, window_nlls
 from ladderize.checkpoint.config import stored_dtype
@@ -31,10 +28,7 @@ LEAST_HELD_OUT = 2  # windows: fewer have no standard error
 
 
 class LayoutMeasurer:
-    """A measurer of layouts of one dense model, each once, kept in a file beside another until ``tidy``.
-
-    costs: the sensitivity, on whose windows layouts are chosen, and whose models were aligned as layouts will be.
-    """
+    """A measurer of layouts of one dense model, each once, kept in a file beside another until ``tidy``."""
 
     def __init__(
         self, options: PlanOptions, costs: SensitivityDocument, *, kept_beside: Path, console: Console = SILENT
@@ -51,13 +45,13 @@ class LayoutMeasurer:
         if aligned is not None:
             windows = split_windows(rest, aligned.samples, aligned.heldout, None)
             if windows is None:
-                raise UserError(_too_few(len(rest), data, "to align on and confirm a layout on"))
+                raise _too_few(len(rest), data, "to align on and confirm a layout on")
             self.aligner, aligned_on = AlignedLayouts(self.blocks, windows), windows.all.numpy()
             rest = rest[len(aligned_on) :]
         chosen_on = {window.tobytes() for window in choose}
         confirm = np.array([window for window in rest if window.tobytes() not in chosen_on], dtype=drawn.dtype)
         if len(confirm) < LEAST_HELD_OUT:
-            raise UserError(_too_few(len(confirm), data, "to confirm a layout on"))
+            raise _too_few(len(confirm), data, "to confirm a layout on")
         self.windows = {False: choose, True: confirm[: len(choose)]}  # by held_out
         digest = hashlib.sha256(str([costs.fingerprint, dtype, aligned]).encode())
         for windows_of in (*self.windows.values(), aligned_on):
@@ -74,18 +68,18 @@ class LayoutMeasurer:
         return LayoutCost(float(increase.mean()), stderr, len(increase))
 
     def tidy(self) -> None:
-        """Delete the kept measurements. It is called once the plan is written."""
+        """Delete the kept measurements, once the plan is written."""
         self.kept.unlink(missing_ok=True)
 
     def _nlls(self, layout: Layout, held_out: bool) -> np.ndarray:
-        """Return the summed nats of each window. They are measured the first time, and kept."""
+        """Return the summed nats of each window."""
         key, windows = str(layout), self.windows[held_out]
         if len(self.tables[held_out].get(key, [])) != len(windows):
             if self.aligner is None:
                 self.tables[held_out][key] = self._score(layout, windows)
             else:  # aligning takes longer than scoring, and is done once
                 both = torch.from_numpy(np.concatenate([*self.windows.values()]))
-                with self.console.progress("aligning and measuring", passes_of([layout])) as advance:
+                with self.console.progress("aligning and measuring", sum(aligned_passes(layout))) as advance:
                     nlls = self.aligner(layout, both, advance)
                 count = len(self.windows[False])
                 self.tables[False][key], self.tables[True][key] = nlls[:count].tolist(), nlls[count:].tolist()
@@ -108,8 +102,8 @@ class LayoutMeasurer:
         return nlls.tolist()
 
 
-def _too_few(count: int, data: CalibrationData, purpose: str) -> str:
-    return (
+def _too_few(count: int, data: CalibrationData, purpose: str) -> UserError:
+    return UserError(
         f"{data.file} has {count} windows of {data.seq_len} tokens {purpose}, beside the {data.samples} that it is"
         " chosen by; measure the sensitivity with fewer --samples, or with more data"
     )

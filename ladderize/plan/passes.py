@@ -54,11 +54,8 @@ class Serving:
         return {"prefill": 1, "decode": self.output_len - 1}
 
     def fastest(self, size: int, ranks: int | None = None, between: int | None = None) -> Link:
-        """Return the fastest link for a message of ``size`` bytes; NO_LINK where nothing is sent.
-
-        ranks: of a group of so many ranks; None: of all.
-        between: of as many groups of so many ranks as there are.
-        """
+        """Return the fastest link for a message of ``size`` bytes in a group of ``ranks``, or ``between`` as many
+        groups of so many ranks as there are; NO_LINK where nothing is sent."""
         count = self.ranks // between if between else ranks or self.ranks
         usable = [link for link in self.links if link.most_ranks is None or count <= link.most_ranks]
         links = [link.parts(self.ranks, between)[1] if between else link.at(count) for link in usable]
@@ -120,10 +117,7 @@ class PassParts:
 
 
 def pass_parts(serving: Serving, sync_tp_size: int | None = None) -> dict[str, PassParts]:
-    """Return the parts of the phases ``prefill`` and ``decode`` (the mean step), with so many virtual ranks.
-
-    Raises LayoutError or UserError for sizes, a dtype or a number of ranks that has no figures.
-    """
+    """Return the parts of the phases ``prefill`` and ``decode`` (the mean step), with so many virtual ranks."""
     prompt, end = serving.prompt_len, serving.prompt_len + serving.output_len
     read = (end, end) if serving.engine.masked_prefill else (1, prompt)
     seen = (prompt + 1, max(prompt + 1, end - 1))  # step j of output_len - 1 sees the prompt and j new tokens
@@ -137,10 +131,8 @@ def pass_parts(serving: Serving, sync_tp_size: int | None = None) -> dict[str, P
 def product_seconds(
     device: DeviceSpec, rows: float, inner: float, outer: float, width: int, flop_s: float, *, read: int
 ) -> float:
-    """Return the time of [rows, inner] times [inner, outer], without its start.
-
-    width, read: bytes of a number that is written, and of one of the input and of the weight.
-    """
+    """Return the time of [rows, inner] times [inner, outer], without its start; ``width`` and ``read``: bytes of a
+    number that is written, and of one of the input and of the weight."""
     size = read * inner * outer + rows * (read * inner + width * outer)
     seconds = _roofline(device, 2 * rows * inner * outer, size, flop_s)
     is_thin = THIN_ROWS[0] <= rows <= THIN_ROWS[1]
@@ -148,21 +140,16 @@ def product_seconds(
 
 
 def _roofline(device: DeviceSpec, flop: float, size: float, flop_s: float) -> float:
-    """Return the longer of arithmetic and memory traffic.
-
-    With a serial share s it is (a^(1/s) + b^(1/s))^s, a roofline with a round corner: where both take as long, neither
-    hides the other.
-    """
+    """Return the longer of arithmetic and memory traffic. With a serial share s it is (a^(1/s) + b^(1/s))^s, a roofline
+    with a round corner: where both take as long, neither hides the other."""
     shorter, longer = sorted((flop / flop_s, size / device.reached_bytes_s))
     share = device.serial_share
     return longer * (1 + (shorter / longer) ** (1 / share)) ** share if share and longer else longer
 
 
 class _Pass:
-    """One forward pass of ``batch_size`` times ``tokens`` rows.
-
-    seen: the least and the most columns of the cache in view; each number between has as many rows.
-    """
+    """One forward pass of ``batch_size`` times ``tokens`` rows, which see from ``seen[0]`` to ``seen[1]`` columns of
+    the cache, each number as often."""
 
     def __init__(self, serving: Serving, tokens: int, seen: tuple[int, int]) -> None:
         self.serving, self.shape, self.device, self.engine = serving, serving.shape, serving.device, serving.engine
@@ -264,10 +251,8 @@ class _Pass:
         return products + self.other(engine.mlp_kernels + virtual - 1, moved)
 
     def reading(self, virtual: int) -> float:
-        """Return the extra time of a sub-module behind a delayed or dropped sync point.
-
-        Each virtual rank adds its partial to its input and to a message, and has norms and activations of its own.
-        """
+        """Return the extra time of a sub-module behind a delayed or dropped sync point: each virtual rank adds its
+        partial to its input and to a message, and has norms and activations of its own."""
         engine = self.engine
         kernels = (virtual - 1) * (engine.norm_kernels + engine.activation_kernels) + 2 * virtual + (virtual > 1)
         return self.other(kernels, self.stream * (6 * virtual + (virtual - 1) * engine.stream_passes))
@@ -306,9 +291,6 @@ def mean_keys(least: int, most: int, window: int | None) -> float:
     return (inside * (least + window - 1) / 2 + (count - inside) * window) / count
 
 
-# ---- whole passes ----
-
-
 class PassSeconds(NamedTuple):
     """The seconds of a pass or of a layer."""
 
@@ -338,11 +320,8 @@ def predict_silent(times: PassParts) -> PassSeconds:
 
 
 def predict_layer(times: PassParts, entering: str, mode: str) -> PassSeconds:
-    """Return the times of a layer: its compute, its attention's message, and the MLP's message that enters it.
-
-    entering, mode: of the entering MLP sync point and of the layer's own attention sync point. The first layer has no
-    entering one: blocking stands for the last layer's MLP message.
-    """
+    """Return the times of a layer: its compute, its attention's message, and that of the MLP sync point entering it.
+    The first layer has no entering one: blocking stands for the last layer's MLP message."""
     attention = times.attention_apart if mode in APART or entering in APART else times.attention
     attention += times.reading if entering in APART else 0.0
     mlp = times.mlp_apart if mode in APART else times.mlp

@@ -15,10 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from ladderize.console import human_bytes
 from ladderize.errors import LadderizeError
-from ladderize.files.parsing import read_yaml
+from ladderize.files.documents import read_yaml
 from ladderize.files.records import Record
-from ladderize.layout import Layout
+from ladderize.layout import Layout, fitting_ranks
 from ladderize.plan.hardware import DeviceSpec
 from ladderize.plan.passes import (
     CASES,
@@ -49,6 +50,11 @@ DOCUMENTED_GAIN, DISPUTED_GAIN, NO_GAIN = (0.05, 0.20), (-0.074, 0.20), (0.0, 0.
 LOSS_TABLE = Path(__file__).parent / "losses.yaml"
 SHARE_REACH = 0.1  # how far the share of converted layers may be from a measured one
 LONG_TRAINING_POINTS = -5.0  # a loss that no short training makes good
+CHECKPOINT_ROW, CHOSEN_ROW = "checkpoint", "chosen"  # the rows that are no names of --layout
+WORTH_WAITING = 0.03  # of the dense time: where less of it is waiting, no layout is worth its loss of accuracy
+WORTH_GAINING = 1.05  # a speed-up; below it, too
+FUSED = "vLLM's fused all-reduces"
+NEARLY = 0.95  # of a speed-up: what counts as no slower
 
 
 @dataclass(frozen=True)
@@ -108,11 +114,8 @@ class _Variant(NamedTuple):
 
 
 def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[PlannedRow]:
-    """Return the rows of one group and batch: the dense layout, which speed-ups are over, then the others, then what
-    changes no result. Raises UserError or LayoutError where there are no figures for the group.
-
-    layouts: by row name, or by the name of one of BOUNDS, which has the dense one.
-    """
+    """Return the rows of one group and batch: the dense layout, which speed-ups are over, then those of ``layouts`` by
+    their name or that of one of BOUNDS, then what changes no result."""
     device, links, passes = serving.device, serving.links, serving.passes
     dense = Layout.dense(serving.config["num_hidden_layers"])
     timed = all(link.calibrated and not link.at(serving.ranks).derived for link in links)
@@ -161,11 +164,8 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
 
 
 def relative_band(figures: Sequence[float], *, runs: int = 1) -> float:
-    """Return half the width of the 95 % band of a figure, relative to it; 0 where no error changes it.
-
-    figures: its values in CASES.
-    runs: the number of times that it depends on: 2 for a speed-up.
-    """
+    """Return half the width of the 95 % band of a figure by its values in CASES, relative to it; it depends on so many
+    times as ``runs``: 2 for a speed-up."""
     deviations = [(more - less) / 2 for more, less in zip(figures[1::2], figures[2::2], strict=True)]
     size = abs(figures[0])
     if not size or max(map(abs, deviations)) <= 1e-12 * size:
@@ -195,11 +195,8 @@ def _exact_variants(serving: Serving, dense: Layout) -> Iterator[_Variant]:
 
 
 def fused_gain(serving: Serving, times: PassParts) -> tuple[float, float]:
-    """Return the 95 % band of the gain of a dense pass by fused norms, at most the time of waits and norms.
-
-    It is NO_GAIN where vLLM fuses nothing: fused kernels write to each other's memory over NVLink. A link without a
-    medium counts as NVLink.
-    """
+    """Return the 95 % band of the gain of a dense pass by fused norms, at most the time of waits and norms. Fused
+    kernels write to each other's memory over NVLink; a link without a medium counts as one."""
     size, device = times.message_bytes / MIB, serving.device
     over_nvlink = any(link.medium in (None, "nvlink") and link.is_within(serving.ranks) for link in serving.links)
     if size > device.fused_norm_mib.get(serving.ranks, 0) or not over_nvlink:
@@ -209,9 +206,6 @@ def fused_gain(serving: Serving, times: PassParts) -> tuple[float, float]:
     most = dense.total / (dense.busy - 2 * times.layers * times.norm) - 1
     low, high = DISPUTED_GAIN if disputed else DOCUMENTED_GAIN
     return min(low, most), min(high, most)
-
-
-# ---- memory ----
 
 
 def memory_need(serving: Serving, layout: Layout) -> int:
@@ -231,18 +225,13 @@ def fits(device: DeviceSpec, need: int) -> bool | None:
     return None if device.memory_gib is None else need <= device.memory_gib * GIB
 
 
-# ---- losses of a real model ----
-
-
 @cache
 def all_losses() -> list[MeasuredLoss]:
-    """Return the rows of losses.yaml."""
     return [MeasuredLoss.from_dict(row, LOSS_TABLE) for row in read_yaml(LOSS_TABLE)]
 
 
 def measured_loss(layout: Layout) -> MeasuredLoss | None:
-    """Return the loss of the measured layout that has the same kinds on about the same shares of its layers; None where
-    there is none."""
+    """Return the loss of the measured layout that has the same kinds on about the same shares of its layers."""
     layers = {"ladder": layout.ladder_layers, "delayed": layout.delayed_layers, "spd": layout.spd_layers}
     shares = {kind: len(of_kind) / layout.num_layers for kind, of_kind in layers.items() if of_kind}
 
@@ -251,3 +240,70 @@ def measured_loss(layout: Layout) -> MeasuredLoss | None:
 
     alike = [loss for loss in all_losses() if loss.shares.keys() == shares.keys() and distance(loss) <= SHARE_REACH]
     return min(alike, key=distance, default=None)
+
+
+@dataclass(frozen=True)
+class PlanVerdict(Record):
+    """The answer for one group at one batch size."""
+
+    tp_size: int
+    batch_size: int
+    worth: Literal["yes", "perhaps", "no"]
+    layout: str | None  # the name of the row that it is about, if it is about one
+    sentence: str
+
+
+def judge(rows: Sequence[PlannedRow], serving: Serving) -> PlanVerdict:
+    """Return the verdict on one group, by its rows: on the chosen layout or the checkpoint's own, if they are there,
+    else on the fastest layout that was measured to need no long training (of those nearly as fast the most accurate),
+    or else on the fastest."""
+    dense, *others = rows
+    layouts = {row.name: row for row in others if row.kind == "layout" and row.fits is not False}
+    short = [row for row in layouts.values() if row.loss is not None and not row.loss.needs_long_training]
+    best = layouts.get(CHOSEN_ROW) or layouts.get(CHECKPOINT_ROW)
+    best = best or max(short or layouts.values(), key=lambda row: row.speedup, default=None)
+    if best is not None and best in short:
+        nearly_as_fast = [row for row in short if row.speedup >= NEARLY * best.speedup]
+        best = max(nearly_as_fast, key=lambda row: (row.loss.points if row.loss else -math.inf, row.speedup))
+    rival = max([dense, *(row for row in others if row.kind == "exact")], key=lambda row: row.speedup)
+    worth, sentence = _answer(dense, best, rival, serving)
+    return PlanVerdict(dense.tp_size, dense.batch_size, worth, best.name if best and worth != "no" else None, sentence)
+
+
+def _answer(
+    dense: PlannedRow, best: PlannedRow | None, rival: PlannedRow, serving: Serving
+) -> tuple[Literal["yes", "perhaps", "no"], str]:
+    if dense.fits is False:
+        layout = Layout.dense(serving.config["num_hidden_layers"])
+        sizes = [replace(serving, ranks=ranks) for ranks in fitting_ranks(serving.config)]
+        enough = (size.ranks for size in sizes if fits(serving.device, memory_need(size, layout)))
+        least = next(enough, None)
+        advice = f"the smallest --tp-size that fits is {least}" if least else "no --tp-size does"
+        need = human_bytes(dense.memory_need_bytes)
+        return "no", f"It does not fit: each rank needs {need} or more; {advice}."
+    if dense.tp_size == 1:
+        return "no", "Nothing to gain: one rank sends nothing."
+    if dense.waiting_share < WORTH_WAITING:
+        return "no", f"Not worth it: dense waits for all-reduces {dense.waiting_share:.1%} of its time."
+    if best is None:
+        return "no", "No layout was asked for."
+    gain = f"{shown_name(best.name)} gives {_speed(best)}"
+    unchanged = f"without any change by {FUSED if rival.name == 'fused' else rival.name}"
+    if best.speedup <= rival.speedup and rival is not dense:
+        return "no", f"Not worth it: {rival.speedup:.2f}x {unchanged}; {gain}."
+    if best.speedup < WORTH_GAINING:
+        return "no", f"Not worth it: {gain}."
+    training = " after a long training" if best.loss is not None and best.loss.needs_long_training else ""
+    if best.speedup_low <= 1:
+        return "perhaps", f"Perhaps: {gain}{training}, so that it may be slower than dense."
+    if rival is not dense and best.speedup_low <= rival.speedup_high:
+        return "perhaps", f"Perhaps: {gain}{training}, but {_speed(rival)} {unchanged}."
+    return "yes", f"Worth trying: {gain}{training}."
+
+
+def _speed(row: PlannedRow) -> str:
+    return f"{row.speedup:.2f}x ({row.speedup_low:.2f} to {row.speedup_high:.2f})"
+
+
+def shown_name(name: str) -> str:
+    return name.replace("=", " ")

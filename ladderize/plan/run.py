@@ -1,5 +1,6 @@
 """The command ``ladderize plan`` from its options to its document: read, choose, predict, write."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,16 +21,22 @@ from ladderize.convert.sensitivity_file import SensitivityDocument, read_sensiti
 from ladderize.errors import UsageError, UserError
 from ladderize.families.registry import find_family
 from ladderize.files.documents import check_writable, write_json
+from ladderize.files.output import replacement
 from ladderize.files.records import Record
 from ladderize.files.regular import names_a_file, resolved
-from ladderize.files.temporaries import replacement
-from ladderize.layout import Layout, LayoutError, fitting_ranks
+from ladderize.layout import Layout, LayoutError
 from ladderize.plan.choice import LAYER_KINDS, LayerTables, PlanChoice, choose_layout, kind_seconds
 from ladderize.plan.hardware import DeviceSpec, known_engines, own_links, read_device
 from ladderize.plan.options import BOUND_NAMES, PlanOptions
 from ladderize.plan.passes import WIDTHS, Serving, pass_parts
-from ladderize.plan.rows import PlannedRow, fits, memory_need, planned_rows
-from ladderize.plan.verdict import CHECKPOINT_ROW, CHOSEN_ROW, PlanVerdict, judge
+from ladderize.plan.rows import (
+    CHECKPOINT_ROW,
+    CHOSEN_ROW,
+    PlannedRow,
+    PlanVerdict,
+    judge,
+    planned_rows,
+)
 from ladderize.runtime.bench.options import layout_names, named_layout
 from ladderize.runtime.collectives.links import Interconnect, read_interconnect
 from ladderize.runtime.shards import check_runnable, dense_config, read_shape
@@ -60,18 +67,18 @@ class PlanResult(Record):
 
     def groups(self) -> list[list[PlannedRow]]:
         """Return the rows of each number of ranks at each batch size, the dense model first."""
-        groups: dict[tuple[int, int], list[PlannedRow]] = {}
-        for row in self.rows:
-            groups.setdefault((row.tp_size, row.batch_size), []).append(row)
-        return [*groups.values()]
+        return [[*rows] for _, rows in itertools.groupby(self.rows, key=lambda row: (row.tp_size, row.batch_size))]
 
 
 def plan_layouts(options: PlanOptions, *, console: Console = SILENT) -> PlanResult:
-    """Predict the speed of a model's layouts on hardware that need not be there, and choose one; return the document.
-
-    Raises UsageError, UserError or LayoutError for what cannot be predicted, or if nothing is within the budget.
-    """
-    _check_outputs(options)
+    """Predict the speed of a model's layouts on hardware that need not be there, and choose one."""
+    out, recipe_out = options.out, options.recipe_out
+    if out is not None and recipe_out is not None and resolved(out) == resolved(recipe_out):
+        raise UsageError("--out and --recipe-out are one file; name two")
+    inputs = [options.shape, options.hardware, options.link, options.outer_link, options.sensitivity]
+    for path, flag in ((out, "--out"), (recipe_out, "--recipe-out")):
+        if path is not None:
+            check_writable(path, flag, inputs=inputs)
     served, layout = _serving(options)
     layouts = {ranks: _row_layouts(options, layout, served, ranks) for ranks in options.tp_sizes}
     groups = [
@@ -83,42 +90,22 @@ def plan_layouts(options: PlanOptions, *, console: Console = SILENT) -> PlanResu
     if options.sensitivity is not None:
         choice, measurer = _choose(options, options.sensitivity, layout, groups[0], console)
         layouts = {groups[0].ranks: {CHOSEN_ROW: choice.chosen.as_layout, **layouts[groups[0].ranks]}}
-    rows: list[PlannedRow] = []
-    verdicts: list[PlanVerdict] = []
-    fitting: list[Serving] = []
-    for group in groups:
-        table = planned_rows(group, layouts[group.ranks])
-        if table[0].fits is False:
-            verdicts.append(judge(table, _least_ranks(group)))
-        else:
-            verdicts.append(judge(table))
-            fitting.append(group)
-        rows += table
+    tables = [planned_rows(group, layouts[group.ranks]) for group in groups]
+    verdicts = [judge(table, group) for table, group in zip(tables, groups, strict=True)]
+    rows = [*itertools.chain.from_iterable(tables)]
+    fitting = [group for table, group in zip(tables, groups, strict=True) if table[0].fits is not False]
     links = [*max(groups, key=lambda group: group.ranks).links]
     result = PlanResult(
         served.dtype, served.is_fp8, options, served.device, links, served.engine.name, rows, verdicts,
         [*_doubts(fitting)], choice,
     )  # fmt: skip
-    if options.out is not None:
-        write_json(options.out, result.to_dict())
-    if choice is not None and options.recipe_out is not None:
-        _write_recipe(options.recipe_out, choice)
+    if out is not None:
+        write_json(out, result.to_dict())
+    if choice is not None and recipe_out is not None:
+        _write_recipe(recipe_out, choice)
     if measurer is not None:
         measurer.tidy()
     return result
-
-
-def _check_outputs(options: PlanOptions) -> None:
-    out, recipe_out = options.out, options.recipe_out
-    if out is not None and recipe_out is not None and resolved(out) == resolved(recipe_out):
-        raise UsageError("--out and --recipe-out are one file; name two")
-    inputs = [options.shape, options.hardware, options.link, options.outer_link, options.sensitivity]
-    for path, flag in ((out, "--out"), (recipe_out, "--recipe-out")):
-        if path is not None:
-            check_writable(path, flag, inputs=inputs)
-
-
-# ---- the model and the hardware ----
 
 
 def _serving(options: PlanOptions) -> tuple[Serving, Layout]:
@@ -164,8 +151,7 @@ def _serving(options: PlanOptions) -> tuple[Serving, Layout]:
 
 
 def _links(options: PlanOptions, serving: Serving, ranks: int) -> tuple[Interconnect, ...]:
-    """Return the links that messages of ``ranks`` ranks choose among: that of --link or of --hardware's file, else the
-    device's own. Raises UsageError or UserError where none is known for so many."""
+    """Return the links that messages choose among: that of --link or of --hardware's file, else the device's own."""
     if ranks == 1:
         return ()
     device, most = serving.device, max(options.tp_sizes)
@@ -201,45 +187,31 @@ def _links(options: PlanOptions, serving: Serving, ranks: int) -> tuple[Intercon
 
 def _row_layouts(options: PlanOptions, layout: Layout, serving: Serving, ranks: int) -> dict[str, Layout]:
     """Return the layouts of the rows beside dense: the checkpoint's own, then those of --layout, or else the usual ones
-    that the ranks and the family can run; bounds have the dense one. Raises UsageError, UserError or LayoutError."""
+    that the ranks and the family can run; bounds have the dense one."""
     layers = layout.num_layers
     names = _usual_layouts(layers, ranks) if options.layout is None else layout_names(options.layout)
     layouts = {} if layout.is_dense else {CHECKPOINT_ROW: layout}
-    check_runnable(serving.config, Layout.dense(layers), ranks, in_groups=True)
-    for row in layouts.values():
+    for row in (Layout.dense(layers), *layouts.values()):
         check_runnable(serving.config, row, ranks, in_groups=True)
     for name in names:
         row = named_layout("dense" if name in BOUND_NAMES else name, layers, options.sync_tp_size or ranks)
         try:
             check_runnable(serving.config, row, ranks, in_groups=True)
             row.check_model(serving.config)
+            layouts[name] = row
         except LayoutError:
             if options.layout is not None:
                 raise
-            continue
-        layouts[name] = row
     return layouts
 
 
 def _usual_layouts(num_layers: int, ranks: int) -> list[str]:
-    """Return the names of the rows that are shown without --layout.
-
-    Those on a share of the layers are what a short adaptation was measured to make good: the upper half, and for spd
-    the 70 % of the SPD paper. Of spd any layers are as fast.
-    """
+    """Return the names of the rows that are shown without --layout: those on a share of the layers are what a short
+    adaptation was measured to make good, the upper half, and for spd the 70 % of the SPD paper."""
     if ranks == 1:
         return []
     upper, most = f"{num_layers // 2}:{num_layers}", f"{num_layers * 3 // 10}:{num_layers}"
     return [f"ladder={upper}", f"delayed={upper}", f"spd={most}", "ladder", "delayed", "spd", "no-comm"]
-
-
-def _least_ranks(serving: Serving) -> int | None:
-    """Return the fewest ranks whose memory holds the dense model with this batch; None where none do."""
-    dense = Layout.dense(serving.config["num_hidden_layers"])
-    for ranks in fitting_ranks(serving.config):
-        if fits(serving.device, memory_need(replace(serving, ranks=ranks), dense)):
-            return ranks
-    return None
 
 
 def _doubts(groups: Sequence[Serving]) -> Iterator[str]:
@@ -253,17 +225,12 @@ def _doubts(groups: Sequence[Serving]) -> Iterator[str]:
     for group in groups:
         for times in pass_parts(group).values():
             link = group.fastest(times.message_bytes)
-            reaches = untimed.setdefault(link.name, {})
             if link.derived:
-                reaches[f"{group.ranks} ranks ({link.derived})"] = None
+                untimed.setdefault(link.name, {})[f"{group.ranks} ranks ({link.derived})"] = None
             if not link.in_range(times.message_bytes):
-                reaches[human_bytes(times.message_bytes)] = None
+                untimed.setdefault(link.name, {})[human_bytes(times.message_bytes)] = None
     for name, reaches in untimed.items():
-        if reaches:
-            yield f"{name} was not timed at {', '.join(reaches)}: its part of the bands is wide"
-
-
-# ---- the choice ----
+        yield f"{name} was not timed at {', '.join(reaches)}: its part of the bands is wide"
 
 
 def _choose(

@@ -5,16 +5,14 @@ from collections.abc import Sequence
 from ladderize.console import Console
 from ladderize.convert.sensitivity_file import alignment_words
 from ladderize.plan.choice import PlanChoice, shown_increase
-from ladderize.plan.rows import PlannedRow
+from ladderize.plan.rows import CHOSEN_ROW, PlannedRow, PlanVerdict, shown_name
 from ladderize.plan.run import PlanResult
-from ladderize.plan.verdict import CHOSEN_ROW, PlanVerdict, shown_name
 
 LONG_TRAINING = "*"  # the mark of a layout that needs one
 LOSS_PAGE = "docs/results.md"
 
 
 def show_plan(result: PlanResult, console: Console) -> None:
-    """Print the result of ``ladderize plan``: what does not fit, a table for each group, the choice, and verdicts."""
     options = result.options
     weights = ", FP8 weights" if result.is_fp8 else ""
     console.prose(
@@ -79,10 +77,6 @@ def _digits(value: float) -> str:
 
 
 def _show_choice(choice: PlanChoice, row: PlannedRow, console: Console) -> None:
-    """Print the chosen layout, its costs, and the measurements.
-
-    row: of the chosen layout.
-    """
     chosen = choice.chosen
     if choice.measured:
         console.result("\nMeasured")

@@ -31,16 +31,11 @@ def check_device(device: str) -> None:
 
 
 def avoid_cudnn_attention() -> None:
-    """Take cuDNN out of the kernels that PyTorch's attention chooses from.
-
-    Its gradients may be NaN with a mask (pytorch/pytorch#196678), and it plans each length anew, for 0.1 s and more.
-    """
+    """Take cuDNN out of the kernels that PyTorch's attention chooses from. Its gradients may be NaN with a mask
+    (pytorch/pytorch#196678), and it plans each length anew, for 0.1 s and more."""
     import torch
 
     torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-# ---- cores: two ranks on one slow each other down ----
 
 
 def cores() -> set[int]:
@@ -57,22 +52,17 @@ def processor() -> str:
 
 
 def set_threads(threads: int | None, ranks: int) -> None:
-    """Set torch's threads; None: this machine's cores, divided by its processes (``ranks``).
-
-    Spinning OpenMP teams that overlap on a core slow each other down a hundredfold.
-    """
+    """Set torch's threads; None: this machine's cores, divided by its processes (``ranks``). Spinning OpenMP teams that
+    overlap on a core slow each other down a hundredfold."""
     import torch
 
     torch.set_num_threads(threads or max(1, len(cores()) // ranks))
 
 
 def take_cores(rank: int, ranks: int, threads: int | None) -> int | None:
-    """Keep this process, ``rank`` of ``ranks`` on this machine, on its share of the cores; return its threads.
-
+    """Keep this process on its share of the machine's cores, unless that is less than ``threads``; return its threads.
     A rank that waits for a message over gloo sleeps. If it wakes up on a core of another rank, the two take turns for a
-    tick of the clock (4 ms), though another core is idle. Nothing changes where there are fewer cores than ranks, or
-    more ``threads`` than a share has cores.
-    """
+    tick of the clock (4 ms), though another core is idle."""
     all_cores = sorted(cores())
     share = len(all_cores) // ranks
     if share < (threads or 1) or not hasattr(os, "sched_setaffinity"):

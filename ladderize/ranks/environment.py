@@ -1,7 +1,4 @@
-"""The rank of this process, by torchrun's variables, and the server that processes are forked from.
-
-Imports no torch: the console needs it, and commands start the server before that import.
-"""
+"""The rank of this process, by torchrun's variables, and the server of new processes. Imports no torch."""
 
 import atexit
 import contextlib
@@ -36,11 +33,8 @@ ALONE = Place(rank=0, size=1, local_rank=0, local_size=1)
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Place:
-    """Return the place that a launcher such as torchrun gave this process; ``ALONE`` without one.
-
-    Without variables about this machine, all processes count as started here. Variables that contradict each other
-    raise UserError.
-    """
+    """Return the place that a launcher such as torchrun gave this process; ``ALONE`` without one. Without variables
+    about this machine, all processes count as started here. Variables that contradict each other raise UserError."""
     texts = {name: environment.get(name, "").strip() for name in (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)}
     if not texts[RANK] and not texts[WORLD_SIZE]:  # vLLM leaves its own LOCAL_WORLD_SIZE in the process that starts it
         return ALONE
@@ -60,11 +54,9 @@ def launched(environment: Mapping[str, str] = os.environ) -> Place:
 
 
 def end_rank(code: int) -> None:
-    """End this process with an exit code, if a launcher has started it as one of several; exit handlers run before.
-
-    A thread of gloo that gives back a tensor while the interpreter ends would abort it, also after
-    ``destroy_process_group``, which leaves the threads (torch 2.13).
-    """
+    """End this process with an exit code, if a launcher has started it as one of several; exit handlers run before. A
+    thread of gloo that gives back a tensor while the interpreter ends would abort it, also after
+    ``destroy_process_group``, which leaves the threads (torch 2.13)."""
     if already_started():
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -78,15 +70,13 @@ def already_started() -> bool:
 
 
 def is_main_rank() -> bool:
-    """Return True in the process that prints and writes: rank 0, or the only one."""
+    """Return True in the process that prints and writes."""
     return os.environ.get(RANK, "0") in ("", "0")
 
 
 def started_rank_variables(rank: Place, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a rank that ladderize itself starts.
-
-    Ranks of one host meet on its loopback interface. Where there are several hosts, the user knows the interface.
-    """
+    """Return torchrun's variables for a rank that ladderize itself starts. Ranks of one host meet on its loopback
+    interface. Where there are several hosts, the user knows the interface."""
     numbers = (rank.rank, rank.size, rank.local_rank, rank.local_size)
     variables = dict(zip((RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), map(str, numbers), strict=True))
     if rank.local_size == rank.size:
@@ -109,10 +99,8 @@ def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def start_context() -> Any:
-    """Return the context that forks processes from a server, which has imported torch and transformers.
-
-    The first start takes as long as these imports, every other one a fraction of a second.
-    """
+    """Return the context that forks processes from a server, which has imported torch and transformers. The first start
+    takes as long as these imports, every other one a fraction of a second."""
     import multiprocessing.forkserver
 
     context = multiprocessing.get_context("forkserver")

@@ -39,23 +39,16 @@ def ignore(value: Any) -> None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process as one of a group of ranks.
-
-    All ranks call the same methods in the same order. Messages between them go over the CPU.
-
-    local_size: the number of these ranks on this machine.
-    report: gives a value to the process that started the ranks, while they run; only rank 0's reports count.
-    group: torch's process group of these ranks; None: the default one, of all ranks that were started, or a rank alone.
-    others: the number of ranks on this machine that were started with these and are not in the group.
-    """
+    """This process as one of a group of ranks, which all call the same methods in the same order. Messages between them
+    go over the CPU."""
 
     rank: int
     size: int
     device: torch.device
-    local_size: int = 1
-    report: Callable[[Any], None] = ignore
-    group: Any = None
-    others: int = 0
+    local_size: int = 1  # the number of these ranks on this machine
+    report: Callable[[Any], None] = ignore  # to the process that started the ranks; only rank 0's reports count
+    group: Any = None  # torch's process group; None: the default one, of all ranks that were started, or a rank alone
+    others: int = 0  # the ranks on this machine that were started with these and are not in the group
 
     @property
     def is_main(self) -> bool:
@@ -64,7 +57,6 @@ class Ranks:
 
     @property
     def words(self) -> str:
-        """The words for these ranks and their device, for a sentence."""
         return str(self.device) if self.size == 1 else f"{self.size} processes ({self.device.type})"
 
     def gather(self, value: Any) -> list[Any]:
@@ -110,10 +102,8 @@ class Ranks:
 
     def split(self, tp_size: int, timeout: timedelta = TRAINING_TIMEOUT) -> tuple["Ranks", "Ranks"]:
         """Arrange the ranks as a table of ``size / tp_size`` rows and ``tp_size`` columns; return (data, tensor).
-
         ``tensor`` is this rank's row: ``tp_size`` neighbours that share one model. ``data`` is its column: the ranks
-        that hold the same part of the model and read different data. All ranks call it; ``tp_size`` divides them.
-        """
+        that hold the same part of the model and read different data. All ranks call it; ``tp_size`` divides them."""
         alone = replace(self, rank=0, size=1, local_size=1, group=None, others=self.others + self.local_size - 1)
         if tp_size == 1:
             return self, alone
@@ -129,14 +119,8 @@ class Ranks:
             _limit_nccl(subgroup, self.device)
             line = next(line for line in lines if self.rank in line)
             here = sum(hosts[rank] == hosts[self.rank] for rank in line)
-            return replace(
-                self,
-                rank=line.index(self.rank),
-                size=len(line),
-                local_size=here,
-                group=subgroup,
-                others=self.others + self.local_size - here,
-            )
+            rank, others = line.index(self.rank), self.others + self.local_size - here
+            return replace(self, rank=rank, size=len(line), local_size=here, group=subgroup, others=others)
 
         return subgroup(table.t().tolist()), subgroup(table.tolist())
 
@@ -148,10 +132,8 @@ def _limit_nccl(group: Any, device: torch.device) -> None:
 
 
 def rank_device(kind: str, local_rank: int) -> torch.device:
-    """Return the device of a rank: cpu, its GPU among those that it sees, or the one that ``kind`` numbers.
-
-    A GPU becomes torch's current one, to which streams and CUDA graphs belong.
-    """
+    """Return the device of a rank: cpu, its GPU among those that it sees, or the one that ``kind`` numbers. A GPU
+    becomes torch's current one, to which streams and CUDA graphs belong."""
     device = torch.device(kind)
     if kind == "cuda":
         count = torch.cuda.device_count()
@@ -185,10 +167,7 @@ def _silenced() -> Iterator[None]:
 
 def join_group(launch: Place, device: str, *, timeout: timedelta, init_method: str = "env://") -> Ranks:
     """Join torch's process group as ``launch``, unless this process has; device: cpu or cuda. Alone there is no group.
-
-    timeout: of the group's operations.
-    init_method: where the ranks meet; by default as torchrun's variables say.
-    """
+    init_method: where the ranks meet; by default as torchrun's variables say."""
     ranks = Ranks(launch.rank, launch.size, rank_device(device, launch.local_rank), launch.local_size)
     if launch.size > 1 and not dist.is_initialized():
         try:
@@ -215,10 +194,8 @@ def join_group(launch: Place, device: str, *, timeout: timedelta, init_method: s
 
 
 def join_ranks(device: str) -> Ranks:
-    """Join the group that a launcher has started, if one has, to share out data; device: cpu or cuda.
-
-    It lasts as long as the process: several trainings of one process share it.
-    """
+    """Join the group that a launcher has started, if one has, to share out data; device: cpu or cuda. It lasts as long
+    as the process: several trainings of one process share it."""
     check_device(device)
     launch = launched()
     if launch != ALONE and ":" in device:

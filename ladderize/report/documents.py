@@ -3,16 +3,16 @@
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from ladderize.adapt.methods import METRICS
+from ladderize.adapt.options import METRICS
 from ladderize.convert.sensitivity_file import SensitivityDocument, read_sensitivity
+from ladderize.data.rows import file_rows
 from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults
 from ladderize.files.documents import read_document
-from ladderize.files.parsing import parse_json
 from ladderize.files.records import Record
-from ladderize.files.regular import inside, read_lines, resolved
+from ladderize.files.regular import inside, resolved
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.sweep_document import SweepDocument
 
@@ -24,10 +24,10 @@ PATTERNS = ("results*.json", "bench*.json", "sensitivity*.json")
 
 @dataclass(frozen=True)
 class MetricsLine(Record):
-    """A line of metrics.jsonl: of a step, or of a validation. tokens: the number that was read so far."""
+    """A line of metrics.jsonl: of a step, or of a validation."""
 
     step: int
-    tokens: int | None = None
+    tokens: int | None = None  # read so far
     heldout_perplexity: float | None = None
     heldout_divergence: float | None = None
     dense_heldout_perplexity: float | None = None
@@ -40,9 +40,9 @@ class MetricsLine(Record):
 
 @dataclass(frozen=True)
 class RetrainingRun:
-    """The validations of one retraining. name: of the sweep's point, else of its folder."""
+    """The validations of one retraining."""
 
-    name: str
+    name: str  # of the sweep's point, else of its folder
     validations: list[MetricsLine]
 
 
@@ -52,12 +52,10 @@ Kind = TypeVar("Kind", bound=Document)
 
 @dataclass
 class FoundDocuments:
-    """All documents by their file, a retraining by its folder, in the order in which they were named.
-
-    stages: the names of results.json in their sweep, which begin with the stage and a hash of all that decides it.
-    """
+    """All documents by their file, a retraining by its folder, in the order in which they were named."""
 
     documents: dict[Path, Document] = field(default_factory=dict)
+    # the names of results.json in their sweep, which begin with the stage and a hash of all that decides it
     stages: dict[Path, str] = field(default_factory=dict)
 
     def of(self, kind: type[Kind]) -> list[tuple[Path, Kind]]:
@@ -65,7 +63,7 @@ class FoundDocuments:
 
 
 def find_documents(paths: list[Path]) -> FoundDocuments:
-    """Return all documents in the files and folders that a user named. Raises UserError for a path without any."""
+    """Return all documents in the files and folders that a user named."""
     documents = FoundDocuments()
     for path in map(resolved, paths):
         if not path.exists():
@@ -96,8 +94,7 @@ def _add_folder(folder: Path, documents: FoundDocuments) -> None:
 
 
 def _add_file(path: Path, documents: FoundDocuments, *, is_named: bool = True) -> None:
-    """Add a file's document. Raises UserError if it is none of a report's; a ``bench --train`` in a folder is passed
-    over."""
+    """Add a file's document; a ``bench --train`` in a folder is passed over."""
     if path in documents.documents:
         return
     content = read_document(path, READABLE)
@@ -120,7 +117,7 @@ def _add_file(path: Path, documents: FoundDocuments, *, is_named: bool = True) -
 
 
 def _add_stages(path: Path, sweep: SweepDocument, documents: FoundDocuments) -> None:
-    """Add the files that a sweep points to, all inside its folder. Raises UserError for one that is not there."""
+    """Add the files that a sweep points to, all inside its folder."""
 
     def inner(name: str) -> Path:
         if (target := inside(path.parent, name)) is None:
@@ -139,17 +136,12 @@ def _add_stages(path: Path, sweep: SweepDocument, documents: FoundDocuments) -> 
 
 
 def _add_retraining(folder: Path, name: str, documents: FoundDocuments) -> None:
-    """Add the validations of a finished retraining. Raises UserError for a damaged file."""
+    """Add the validations of a finished retraining."""
     if folder in documents.documents:
         return
     tokens, validations = 0, []
-    for number, text in enumerate(read_lines(folder / METRICS), 1):
-        where = f"{folder / METRICS}, line {number}"
-        try:
-            content: Any = parse_json(text, constants=True)
-        except ValueError:
-            raise UserError(f"{where} is not JSON; the file may be damaged") from None
-        line = MetricsLine.from_dict(content, where)
+    for row in file_rows(str(folder / METRICS)):
+        line = MetricsLine.from_dict(row.values, row.origin)
         tokens = tokens if line.tokens is None else line.tokens  # a validation follows its step
         if line.heldout_perplexity is not None:
             validations.append(replace(line, tokens=tokens))

@@ -25,26 +25,19 @@ Evaluated = dict[str, tuple[Path, str]]  # by the model's path: its results.json
 
 @dataclass
 class ReportContent:
-    """All that a report shows.
-
-    every: ``models``, the reference first, and baselines and rows of random weights, which have no accuracy.
-    settings: measured ones first, then by ranks (most first) and batch size.
-    remarks: sentences on the origin of the numbers that a reader must know.
-    """
+    """All that a report shows."""
 
     margin: float
-    every: list[ReportModel]
-    models: list[ReportModel]
-    settings: list[Setting]
+    every: list[ReportModel]  # ``models``, then baselines and rows of random weights, which have no accuracy
+    models: list[ReportModel]  # the reference first
+    settings: list[Setting]  # measured ones first, then by ranks (most first) and batch size
     documents: FoundDocuments
-    remarks: list[str]
+    remarks: list[str]  # sentences on the origin of the numbers that a reader must know
 
 
 def join_documents(documents: FoundDocuments, margin: float | None = None) -> ReportContent:
-    """Return the joined content of the documents. Raises UserError for documents that do not belong together.
-
-    margin: in points; None: the sweep's (the least of several sweeps'), or 1.
-    """
+    """Return the joined content of the documents; the margin is the sweep's (the least of several), or 1, if not
+    given."""
     sweeps = documents.of(SweepDocument)
     margin = margin or min((sweep.margin for _, sweep in sweeps), default=MARGIN)
     every: Models = {}
@@ -94,7 +87,6 @@ def _check_layout(model: ReportModel, layout: Layout, path: Path) -> None:
 
 
 def _add_results(models: Models, documents: FoundDocuments) -> Evaluated:
-    """Add the evaluations. Raises UserError for a model that is evaluated twice, or has another layout elsewhere."""
     evaluated: Evaluated = {}
     for path, results in documents.of(EvalResults):
         for number, entry in enumerate(results.models):
@@ -116,10 +108,8 @@ def _add_results(models: Models, documents: FoundDocuments) -> Evaluated:
 
 
 def _compare(models: Models, documents: FoundDocuments, evaluated: Evaluated, margin: float) -> list[str]:
-    """Give every evaluated model its comparison with the reference; return remarks, each once.
-
-    It is that of results.json, but for models that were evaluated apart, as in a sweep, or on another margin.
-    """
+    """Give every evaluated model its comparison with the reference, from results.json unless it was evaluated apart, as
+    in a sweep, or on another margin; return remarks, each once."""
     dense = next(iter(models), "")
     if dense not in evaluated:
         return []
@@ -158,11 +148,8 @@ def _add_comparison(model: ReportModel, reference: ReportModel, comparison: Comp
 
 
 def _add_times(models: Models, documents: FoundDocuments, *, is_evaluated: bool) -> list[str]:
-    """Add the measured times, also to models that were not timed: speed depends on the layout alone.
-
-    is_evaluated: True if accuracies are known: speed-ups must then be over the same model.
-    Returns the reasons why models were not timed.
-    """
+    """Add the measured times, also to models that were not timed: speed depends on the layout alone. Where accuracies
+    are known, speed-ups must be over the same model. Returns the reasons why models were not timed."""
     remarks: list[str] = []
     for source, (path, bench) in enumerate(documents.of(BenchDocument)):
         timed: Models = {}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ladderize.adapt.methods import ALIGN
+from ladderize.adapt.options import ALIGN
 from ladderize.eval.results import ComparisonDocument
 from ladderize.layout import DELAYED, DROPPED, OVERLAPPED, Layout
 from ladderize.runtime.bench.document import BenchRow
@@ -36,7 +36,7 @@ class WithInterval:
         return WithInterval(function(self.value), low, high)
 
     def fields(self, name: str) -> dict[str, float | None]:
-        """Return the three numbers as fields of a plot's row, as ``plot.intervals`` reads them."""
+        """Return the three numbers as fields of a plot's row, as ``plots.intervals`` reads them."""
         return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
     def text(self, digits: int = 2, *, sign: bool = False, unit: str = "") -> str:
@@ -57,31 +57,23 @@ def points_text(difference: WithInterval) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """The setting in which a model was timed; emulated: one real rank of a group that is not there.
+    """The setting in which a model was timed."""
 
-    source: the number of the document.
-    title: all of it in words, the kind first.
-    """
-
-    kind: Literal["measured", "emulated"]
+    kind: Literal["measured", "emulated"]  # emulated: one real rank of a group that is not there
     tp_size: int
     batch_size: int
-    source: int
+    source: int  # the number of the document
     is_random: bool
-    title: str
+    title: str  # all of it in words, the kind first
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One model in one setting.
-
-    is_first: True if speed-ups are over this row.
-    has_interval: True if there are enough rounds for the intervals of its speed-ups.
-    """
+    """One model in one setting."""
 
     row: BenchRow
-    is_first: bool
-    has_interval: bool
+    is_first: bool  # speed-ups are over this row
+    has_interval: bool  # there are enough rounds for the intervals of its speed-ups
 
     def speedup(self, phase: str = "end_to_end") -> WithInterval:
         return WithInterval(self.row.speedup[phase], *(self.row.speedup_interval[phase] if self.has_interval else ()))
@@ -95,39 +87,30 @@ class Timing:
 
 @dataclass
 class ReportModel:
-    """A model, or a row that was only timed, with all that is known of it; differences are from dense, in pairs.
-
-    is_model: False for a baseline and for random weights, which have no accuracy.
-    conversion: the folder of the sweep's stage that converted it.
-    sweep: the name of its sweep's folder; empty where it is of none.
-    accuracy: the mean over tasks, 0 to 1. difference: of it, in points.
-    perplexity_growth: the logarithm of its perplexity over dense's, in nats per token.
-    divergence: the mean KL of predictions, in nats per token.
-    timed_as: the model whose times it has, where it was not timed itself.
-    """
+    """A model, or a row that was only timed, with all that is known of it; differences are from dense, in pairs."""
 
     name: str
     model: str
     layout: Layout
-    is_model: bool = True
+    is_model: bool = True  # not a baseline, nor random weights, which have no accuracy
     is_baseline: bool = False
     adapted: str | None = None
     tokens: int | None = None
     failure: str | None = None
     not_promoted: str | None = None
-    conversion: str = ""
-    sweep: str = ""
+    conversion: str = ""  # the folder of the sweep's stage that converted it
+    sweep: str = ""  # the name of its sweep's folder; empty where it is of none
     tasks: list[str] = field(default_factory=list)
-    accuracy: float | None = None
-    difference: WithInterval | None = None
+    accuracy: float | None = None  # the mean over tasks, 0 to 1
+    difference: WithInterval | None = None  # of the accuracy, in points
     perplexity: float | None = None
     perplexity_change: WithInterval | None = None
-    perplexity_growth: WithInterval | None = None
-    divergence: WithInterval | None = None
+    perplexity_growth: WithInterval | None = None  # the logarithm of its perplexity over dense's, in nats per token
+    divergence: WithInterval | None = None  # the mean KL of predictions, in nats per token
     comparison: ComparisonDocument | None = None
     verdict: str = ""
     timings: dict[Setting, Timing] = field(default_factory=dict)
-    timed_as: "ReportModel | None" = None
+    timed_as: "ReportModel | None" = None  # the model whose times it has, where it was not timed itself
 
     @property
     def was_trained(self) -> bool:
@@ -140,8 +123,12 @@ class ReportModel:
         return self.layout, self.conversion
 
     @property
+    def is_faster(self) -> bool:
+        return any(timing.is_faster for timing in self.timings.values())
+
+    @property
     def family(self) -> str:
-        """The kind of its layout, of ``plot.FAMILIES``."""
+        """The kind of its layout, of ``plots.FAMILIES``."""
         if self.is_baseline:
             return "baseline"
         names = {DROPPED: "spd", OVERLAPPED: "ladder", DELAYED: "delayed"}
@@ -150,7 +137,6 @@ class ReportModel:
 
     @property
     def adaptation(self) -> str:
-        """Its adaptation in words; empty where there was none, or it is unknown."""
         if self.adapted in (None, AS_CONVERTED):
             return ""
         return f"{self.adapted}, {self.tokens:,} tokens" if self.tokens else str(self.adapted)
@@ -172,10 +158,7 @@ class ReportModel:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Return True for each (speed-up, score) that is on the Pareto front: more of both is better.
-
-    A point is off it if another is at least as good in both and better in one.
-    """
+    """Return which (speed-up, score) are on the Pareto front: no other is as good in both, and better in one."""
 
     def is_beaten(point: tuple[float, float]) -> bool:
         return any(other != point and other[0] >= point[0] and other[1] >= point[1] for other in points)

@@ -6,7 +6,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from ladderize.runtime.collectives.stream import Stream, whole
+from ladderize.runtime.collectives.differentiable import Stream, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
 from ladderize.runtime.native.library import BLOCK, LANES, TYPES, Cache, Heads, Seen, address
@@ -16,10 +16,7 @@ from ladderize.runtime.step import Step
 
 
 class CpuOperations(Operations):
-    """Operations by our own CPU kernels. Results are those of ``Operations``, up to rounding, in float32 and bfloat16.
-
-    library: the library that ``kernels`` returns.
-    """
+    """Results are those of ``Operations``, up to rounding, in float32 and bfloat16. ``library``: of ``kernels``."""
 
     name = "compiled"
 
@@ -111,20 +108,14 @@ class CpuOperations(Operations):
 
 
 def _layer(keys: Tensor, values: Tensor, column: int = 0) -> Cache:
-    """Return keys and values for the kernels.
-
-    keys, values: [batch, heads, columns, head_dim]; a head's columns lie side by side.
-    column: the first one of a pass's tokens.
-    """
+    """Return keys and values [batch, heads, columns, head_dim], a head's columns side by side, for the kernels. column:
+    the first one of a pass's tokens."""
     return Cache(keys.data_ptr(), values.data_ptr(), *keys.stride()[:2], column, keys.shape[0], keys.shape[2])
 
 
 def _seen(mask: Tensor | None, causal: bool, size: tuple[int, int, int]) -> Seen:
-    """Return a mask for the kernels. Raises ValueError for one of another dtype or shape.
-
-    mask: bool [batch or 1, 1, tokens, columns in view].
-    size: rows, tokens and columns in view.
-    """
+    """Return a mask, bool [batch or 1, 1, tokens, columns in view], for the kernels. Raises ValueError for another
+    dtype or ``size`` (rows, tokens and columns in view)."""
     if mask is None:
         return Seen(None, 0, 0, causal)
     row, _, token, column = mask.stride()

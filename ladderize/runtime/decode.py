@@ -1,10 +1,9 @@
 """Prefill and decode on a static cache, sampling that is the same on every rank, and stopping.
 
-Prompts of different lengths share a batch padded on the left. Attention never sees a padded column.
-"""
+Prompts of different lengths are padded on the left, which attention never sees."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,6 @@ from ladderize.checkpoint.config import head_dim
 from ladderize.errors import UserError
 from ladderize.families.registry import known_family
 from ladderize.memory import check_room
-from ladderize.runtime.graphs import capture
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.sampling import Sampling
@@ -34,11 +32,7 @@ PromptShape = tuple[int, bool, Schedule]  # tokens, whether they are padded, and
 
 
 def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
-    """Return ids [batch], by inversion of the kept tokens' distribution.
-
-    logits: [batch, vocab].
-    draw: [batch] in [0, 1).
-    """
+    """Return ids [batch] for logits [batch, vocab] by inversion: the kept tokens' distribution at ``draw`` [batch]."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     logits = logits.float()  # a difference in 16 bits would make ties of logits that differ
@@ -66,10 +60,8 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
 
 
 def view_length(columns: int, cache: KVCache) -> int:
-    """Return the number of cache columns in view where ``columns`` are used.
-
-    On a GPU it is a multiple of BUCKET, since cuDNN plans anew for every other shape.
-    """
+    """Return the number of cache columns in view where ``columns`` are used. On a GPU it is a multiple of BUCKET, since
+    cuDNN plans anew for every other shape."""
     is_cpu = cache.keys.device.type == "cpu"
     return columns if is_cpu else min(cache.columns, -(-columns // BUCKET) * BUCKET)
 
@@ -80,11 +72,8 @@ def are_sound(logits: Tensor) -> Tensor:
 
 
 def rope_table(config: dict[str, object], positions: int, device: torch.device) -> Tensor:
-    """Return cos + i sin [positions, head_dim / 2].
-
-    It comes from transformers' own rotary embedding, which all families share, with the family's config. So every rope
-    scaling that transformers knows works. Raises UserError for a rope that the runtime does not support.
-    """
+    """Return cos + i sin [positions, head_dim / 2], of transformers' own rotary embedding, which all families
+    share, with all its scalings. Raises UserError for a rope that the runtime does not support."""
     from transformers import CONFIG_MAPPING
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -106,10 +95,7 @@ def rope_table(config: dict[str, object], positions: int, device: torch.device) 
 
 
 class GrowingRope:
-    """A ``rope_table`` that grows with the positions that are asked for, up to ``most``.
-
-    A config may promise millions of positions, of which texts need few.
-    """
+    """A ``rope_table`` that grows up to ``most``: configs promise millions of positions, of which texts need few."""
 
     def __init__(self, config: dict[str, object], most: int, device: torch.device) -> None:
         self.config, self.most = config, most
@@ -135,10 +121,10 @@ class Generator:
     position: int = 0  # columns written so far, in every row
     padding: Tensor | None = None  # [batch] columns of padding on the left, None where there are none
     schedule: Schedule = SEQUENTIAL  # of reading prompts; a decode step is always one part
-    _captured: "dict[int, FixedStep]" = field(default_factory=dict)
-    _prefills: "dict[PromptShape, CapturedPrefill]" = field(default_factory=dict)
+    _steps: "dict[int, FixedPass]" = field(default_factory=dict)  # captured, by the columns in view
+    _prefills: "dict[PromptShape, FixedPass]" = field(default_factory=dict)
     _seen: "Counter[PromptShape]" = field(default_factory=Counter)
-    _pool: Any = None
+    pool: Any = None  # of the graphs' memory
 
     @property
     def device(self) -> torch.device:
@@ -154,7 +140,7 @@ class Generator:
         captured = self._prefills.get((longest, padding is not None, self.schedule))
         if captured is not None:
             self.position, self.padding = longest, padding
-            return captured.replay(ids, padding)
+            return captured.replay(ids, 0, padding)
         return self.model.logits(self.read(ids, padding)[:, -1:])[:, 0]
 
     def _check_rows(self, prompts: int) -> None:
@@ -180,7 +166,8 @@ class Generator:
             raise UserError(f"the cache of {self.cache.columns} positions is full")
         position, self.position = self.position, self.position + 1
         if self.graphs:
-            return self._graph(view_length(self.position, self.cache)).replay(tokens, position, self.padding)
+            graph = self._graph(view_length(self.position, self.cache))
+            return graph.replay(tokens[:, None], position, self.padding)
         if self.padding is None:
             step = Step(self.rope[position][None, None, None], position, self.position)
         else:
@@ -191,11 +178,9 @@ class Generator:
         return self.model.logits(self.model.forward(tokens[:, None], step, self.cache))[:, 0]
 
     def prepare(self, lengths: Sequence[int], steps: int) -> None:
-        """Capture the graphs that ``steps`` decode steps after prompts of these lengths replay.
-
-        Capturing one takes as long as several steps, and would make a token between them late. A prefill is captured
-        when its shape comes for the second time.
-        """
+        """Capture the graphs that ``steps`` decode steps after prompts of these lengths replay. Capturing one takes as
+        long as several steps, and would make a token between them late. A prefill is captured when its shape comes for
+        the second time."""
         if not self.graphs:
             return
         tokens = max(lengths)
@@ -207,17 +192,13 @@ class Generator:
         small = len(lengths) * tokens <= PREFILL_TOKENS and tokens <= self.cache.columns
         if small and len(self._prefills) < PREFILL_GRAPHS and shape not in self._prefills:
             if self._seen[shape]:
-                self._prefills[shape] = CapturedPrefill(self, *shape[:2], self._shared_pool())
+                self._prefills[shape] = FixedPass(self, tokens, is_prompt=True, padded=shape[1]).capture(self)
             self._seen[shape] += 1
 
-    def _shared_pool(self) -> Any:
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        return self._pool
-
-    def _graph(self, length: int) -> "FixedStep":
-        if length not in self._captured:
-            self._captured[length] = FixedStep(self, length).capture(self._shared_pool())
-        return self._captured[length]
+    def _graph(self, length: int) -> "FixedPass":
+        if length not in self._steps:
+            self._steps[length] = FixedPass(self, length).capture(self)
+        return self._steps[length]
 
     def decode_n_tokens(self, tokens: Tensor, draws: Tensor, sampling: Sampling, sound: Tensor | None = None) -> Tensor:
         """Append ``tokens`` [batch], then sample and append as many as ``draws`` [batch, n]; return these [batch, n].
@@ -236,73 +217,74 @@ class Generator:
         return torch.stack(new, 1)
 
 
-class FixedStep:
-    """A decode step that reads token ids, position and padding from buffers and has ``length`` cache columns in view.
+def capture(run: Callable[[], Any], device: torch.device, *, pool: Any = None, warm_ups: int = 2) -> tuple[Any, Any]:
+    """Return a CUDA graph of ``run``, which starts many kernels at once, and its output, which each replay fills anew.
+    ``pool``: memory that graphs share; each one's output is then read before the next is replayed."""
+    side = torch.cuda.Stream(device)  # for the warm-up, as capturing asks for
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm_ups):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's watchdog thread may look at events meanwhile
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        output = run()
+    return graph, output
+
+
+class FixedPass:
+    """A decode step with ``length`` cache columns in view, or a prefill of them, that reads token ids, position and
+    padding from buffers.
 
     ``capture`` makes it a CUDA graph. Graphs of one generator share a pool of memory: each one's output is read before
     the next is replayed. It holds no generator: a cycle would keep graphs alive, and NCCL does not end before they do.
     """
 
-    def __init__(self, generator: Generator, length: int) -> None:
-        batch, device = generator.cache.keys.shape[1], generator.device
+    def __init__(self, generator: Generator, length: int, *, is_prompt: bool = False, padded: bool = True) -> None:
+        rows, device = generator.cache.keys.shape[1], generator.device
         self.model, self.rope, self.cache, self.length = generator.model, generator.rope, generator.cache, length
-        self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        self.schedule, self.is_prompt = generator.schedule, is_prompt
+        self.ids = torch.zeros(rows, length if is_prompt else 1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
-        self.padding = torch.zeros(batch, dtype=torch.long, device=device)
+        self.padding = torch.zeros(rows, dtype=torch.long, device=device) if padded else None
         self.columns = torch.arange(length, device=device)
 
-    def set(self, tokens: Tensor, position: int, padding: Tensor | None) -> None:
-        self.tokens.copy_(tokens[:, None])
+    def set(self, ids: Tensor, position: int, padding: Tensor | None) -> None:
+        self.ids.copy_(ids)
         self.position.fill_(position)
-        self.padding.copy_(padding) if padding is not None else self.padding.zero_()
+        if self.padding is not None:
+            self.padding.copy_(padding) if padding is not None else self.padding.zero_()
 
     def run(self) -> Tensor:
-        seen = (self.columns <= self.position) & (self.columns[None] >= self.padding[:, None])
-        positions = (self.position - self.padding)[:, None].clamp(min=0)
-        step = Step(_rope_factors(self.rope, positions), self.position, self.length, seen[:, None, None])
-        return self.model.logits(self.model.forward(self.tokens, step, self.cache))[:, 0]
+        if self.is_prompt:
+            step, schedule = prompt_step(self.rope, self.length, self.padding), self.schedule
+        else:
+            assert self.padding is not None
+            seen = (self.columns <= self.position) & (self.columns[None] >= self.padding[:, None])
+            positions = (self.position - self.padding)[:, None].clamp(min=0)
+            factors, schedule = _rope_factors(self.rope, positions), SEQUENTIAL
+            step = Step(factors, self.position, self.length, seen[:, None, None])
+        return self.model.logits(self.model.forward(self.ids, step, self.cache, schedule)[:, -1:])[:, 0]
 
-    def capture(self, pool: Any) -> "FixedStep":
+    def capture(self, generator: Generator) -> "FixedPass":
+        generator.pool = generator.pool or torch.cuda.graph_pool_handle()
         cache = self.cache
         kept = cache.keys[..., :1, :].clone(), cache.values[..., :1, :].clone()  # a step that is captured writes there
-        self.graph, self.logits = capture(self.run, cache.keys.device, pool=pool)
+        self.graph, self.logits = capture(self.run, generator.device, pool=generator.pool)
         cache.keys[..., :1, :], cache.values[..., :1, :] = kept
         return self
 
-    def replay(self, tokens: Tensor, position: int, padding: Tensor | None) -> Tensor:
-        self.set(tokens, position, padding)
-        self.graph.replay()
-        return self.logits
-
-
-class CapturedPrefill:
-    """A prefill of one shape as a CUDA graph, which holds no generator for the reason that ``FixedStep`` gives."""
-
-    def __init__(self, generator: Generator, tokens: int, padded: bool, pool: Any) -> None:
-        model, rope, cache, schedule = generator.model, generator.rope, generator.cache, generator.schedule
-        rows, device = cache.keys.shape[1], generator.device
-        self.ids = torch.zeros(rows, tokens, dtype=torch.long, device=device)
-        self.padding = torch.zeros(rows, dtype=torch.long, device=device) if padded else None
-
-        def run() -> Tensor:
-            step = prompt_step(rope, tokens, self.padding)
-            return model.logits(model.forward(self.ids, step, cache, schedule)[:, -1:])[:, 0]
-
-        self.graph, self.logits = capture(run, device, pool=pool)
-
-    def replay(self, ids: Tensor, padding: Tensor | None) -> Tensor:
-        self.ids.copy_(ids)
-        if self.padding is not None and padding is not None:
-            self.padding.copy_(padding)
+    def replay(self, ids: Tensor, position: int, padding: Tensor | None) -> Tensor:
+        self.set(ids, position, padding)
         self.graph.replay()
         return self.logits
 
 
 def prompt_step(rope: Tensor, tokens: int, padding: Tensor | None) -> Step:
-    """Return the step of prompts that fill ``tokens`` columns.
-
-    padding: [batch] columns of it on the left; None: there is none.
-    """
+    """Return the step of prompts that fill ``tokens`` columns. ``padding``: [batch] columns of it on the left; None:
+    there is none."""
     columns = torch.arange(tokens, device=rope.device)
     if padding is None:
         return Step(_rope_factors(rope, columns[None]), 0, 0, causal=True)
@@ -329,9 +311,7 @@ def generate_tokens(
     first_row: int = 0,
 ) -> Iterator[list[list[int]]]:
     """Yield the new tokens of each row, a few steps at a time. A row that has ended yields nothing after its EOS.
-
-    first_row: the number of the first row for ``sampling``, where the rows are some of many.
-    """
+    ``first_row``: the number of the first row for ``sampling``, where the rows are some of many."""
     draws = sampling.draws(len(prompts), max_new_tokens, first_row).to(generator.device)
     # a host that waits for every token keeps a GPU idle; a CPU has nothing to gain
     chunk = 8 if generator.device.type == "cuda" else 1

@@ -26,8 +26,6 @@ Question = str | Conversation  # a text to continue, or a conversation without i
 
 @dataclass(frozen=True)
 class GeneratedText(Record):
-    """A prompt and its continuation."""
-
     prompt: str
     text: str
     prompt_tokens: int
@@ -47,10 +45,8 @@ class GenerateDocument(Record):
 
 
 def generate(options: GenerateOptions, *, console: Console = SILENT) -> GenerateDocument | None:
-    """Continue ``options.prompt`` as one batch on the tensor-parallel runtime. Returns None on other ranks than 0.
-
-    A console that speaks shows texts, a single one as it is made. Raises UserError or LayoutError.
-    """
+    """Continue ``options.prompt`` as one batch on the tensor-parallel runtime. Returns None on other ranks than 0. A
+    console that speaks shows texts, a single one as it is made. Raises UserError or LayoutError."""
     with console.stage(f"reading {options.model}"):
         spec = open_spec(options)
         tokenizer = tokenizer_of(spec)
@@ -75,9 +71,6 @@ def _streams(options: GenerateOptions, console: Console) -> bool:
     return len(options.prompt) == 1 and console.speaks and not console.as_json
 
 
-# ---- prompts ----
-
-
 def open_spec(options: GenerateOptions) -> ModelSpec:
     """Return the model after all checks that need neither weights nor ranks."""
     device = options.device or default_device()
@@ -98,10 +91,8 @@ def tokenizer_of(spec: ModelSpec) -> Any:
 def prompt_ids(
     question: Question, spec: ModelSpec, tokenizer: Any, options: GenerateOptions, *, as_data: bool = False
 ) -> list[int]:
-    """Return the ids of a text to continue, or of a conversation up to where the assistant's answer begins.
-
-    A text gets the tokenizer's own special tokens (for Llama: BOS before it), a conversation only those of its
-    template.
+    """Return the ids of a text to continue, with the tokenizer's own special tokens, or of a conversation up to where
+    the assistant's answer begins, with those of its template alone.
 
     as_data: the template sees the date that it sees in training.
     Raises UserError for ids that the model does not have, and for more than fit into it.
@@ -131,20 +122,11 @@ def check_prompt(ids: list[int], spec: ModelSpec, options: GenerateOptions) -> N
 
 
 def end_ids(spec: ModelSpec, options: GenerateOptions) -> tuple[int, ...]:
-    """Return the tokens that end a text."""
     return () if options.ignore_eos else eos_ids(spec)
 
 
-# ---- answers ----
-
-
 def answer(
-    spec: ModelSpec,
-    options: GenerateOptions,
-    prompts: Sequence[list[int]],
-    done: int,
-    report: Report,
-    console: Console,
+    spec: ModelSpec, options: GenerateOptions, prompts: Sequence[list[int]], done: int, report: Report, console: Console
 ) -> None:
     """Continue the prompts (token ids of each) behind the first ``done`` ones, of which rank 0 knows, on ladderize's
     own ranks. ``report`` is called with each batch: (number of its first text, new ids of each)."""
@@ -196,17 +178,13 @@ def _answer_on_rank(
 
 
 class _Live(TextStreamer):
-    """A printer of a text while it is made."""
-
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         print(printable(text), end="\n" if stream_end else "", flush=True)
 
 
 def answer_text(tokenizer: Any, prompt: list[int], new: list[int]) -> str:
-    """Return the text that ``new`` adds to a prompt, without special tokens.
-
-    It is decoded with the prompt, since ids decoded alone may lose the space that they begin with (SentencePiece).
-    """
+    """Return the text that ``new`` adds to a prompt, without special tokens. It is decoded with the prompt, since ids
+    decoded alone may lose the space that they begin with (SentencePiece)."""
     before = str(tokenizer.decode(prompt, skip_special_tokens=True))
     both = str(tokenizer.decode([*prompt, *new], skip_special_tokens=True))
     return both[len(before) :] if both.startswith(before) else str(tokenizer.decode(new, skip_special_tokens=True))

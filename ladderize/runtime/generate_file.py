@@ -1,9 +1,7 @@
 """The command ``ladderize generate --out``: answers to the rows of a file, or texts from BOS alone, as training data.
 
-A line depends on its number, the seed and the options of sampling. Lines are written in order, a batch at a time, into
-a file of unfinished work, which gets OUT's name when it is complete. The same command goes on with that file. Batches
-are cut at multiples of their size, so a line is computed in the same row of the same products wherever a run begins.
-"""
+A line depends on its number, the seed and the options of sampling. Batches are cut at multiples of their size, so a
+line is computed in the same row of the same products wherever an interrupted run goes on."""
 
 import itertools
 import json
@@ -18,14 +16,12 @@ from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console, sentence
 from ladderize.data.files import file_sha256
-from ladderize.data.formats import EMPTY, Formats, check_row, read_conversation, tell_left_out
-from ladderize.data.rows import Row, file_rows
+from ladderize.data.rows import EMPTY, Formats, Row, check_row, file_rows, read_conversation, tell_left_out
 from ladderize.errors import UsageError, UserError
-from ladderize.files.documents import check_writable
-from ladderize.files.parsing import parse_json
+from ladderize.files.documents import check_writable, parse_json
+from ladderize.files.output import fsync
 from ladderize.files.records import Record
 from ladderize.files.regular import read_lines, resolved
-from ladderize.files.temporaries import fsync
 from ladderize.files.unfinished import Unfinished, work_folder
 from ladderize.modeling import load_tokenizer, tokenizer_hash
 from ladderize.ranks.environment import already_started, is_main_rank
@@ -60,11 +56,9 @@ class GenerateFileDocument(Record):
 
 
 def generate_file(options: GenerateOptions, *, console: Console = SILENT) -> GenerateFileDocument | None:
-    """Write a line to ``options.out`` for each row of ``prompt_file``, or texts from BOS; see docs/files.md.
-
-    Rows that cannot be used are left out. A killed run goes on when it is called again. Returns None on other ranks
-    than 0. Raises UserError where too many rows cannot be used, or OUT cannot be written.
-    """
+    """Write a line to ``options.out`` for each row of ``prompt_file``, or texts from BOS; see docs/files.md. Rows that
+    cannot be used are left out. A killed run goes on when it is called again. Returns None on other ranks than 0.
+    Raises UserError where too many rows cannot be used, or OUT cannot be written."""
     if options.out is None:
         raise UsageError("generate_file needs out, the .jsonl file to write")
     out = resolved(options.out, "--out ")
@@ -159,10 +153,7 @@ def read_prompts(
 
 
 def _question(row: Row, chat: bool) -> Question | None:
-    """Return what a row asks; None for empty text. Raises UserError for a row that cannot be used.
-
-    chat: a text is a user's message, not one to continue.
-    """
+    """Return what a row asks; None for empty text. Raises UserError for a row that cannot be used."""
     name = check_row(row, PROMPT_FORMATS)
     if name != "conversation":
         text = str(row.values[name])
@@ -200,7 +191,7 @@ def _identity(spec: ModelSpec, options: GenerateOptions, prompt: list[int], ends
 def _row(
     question: Question | None, prompt: list[int], new: list[int], ends: tuple[int, ...], tokenizer: Any
 ) -> dict[str, Any]:
-    """Return a line of OUT. question: what it answers; None: the text begins with BOS."""
+    """Return a line of OUT, which answers ``question``; None: the text begins with BOS."""
     ended = new[-1] in ends
     ids: dict[str, Any] = {"input_ids": [*prompt, *new]}
     reason = {"finish_reason": "stop" if ended else "length"}
@@ -237,7 +228,6 @@ def complete_lines(path: Path, most: int) -> list[str]:
 
 
 def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write lines behind those of a file. Raises UserError where the disk is full."""
     try:
         with path.open("a", encoding="utf-8") as file:
             # what parquet may hold and JSON may not (a date, say) is written as text

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ladderize.runtime.collectives.stream import Stream, Unadded, whole
+from ladderize.runtime.collectives.differentiable import Stream, Unadded, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, JoinedLinears, Linear, MlpWeights, RMSNorm
 from ladderize.runtime.native import triton_kernels
@@ -15,10 +15,7 @@ from ladderize.runtime.step import Step
 
 
 class GpuOperations(Operations):
-    """Operations by our own GPU kernels. Results are those of ``Operations``, up to rounding.
-
-    programs: as many as the GPU is busy with.
-    """
+    """Results are those of ``Operations``, up to rounding. ``programs``: as many as the GPU is busy with."""
 
     name = "triton"
     adds_in_norm = True
@@ -78,17 +75,13 @@ class GpuOperations(Operations):
 
     @staticmethod
     def norms_apart(norm: RMSNorm, x: Stream, apart: Sequence[Tensor]) -> Tensor:
-        """Return what each virtual rank reads, normed: [ranks, *x.shape]."""
         return triton_kernels.add_rms_norm(whole(x), stacked(apart), norm.weight, norm.eps)[1]
 
     def attend_projected(
         self, norms: HeadNorms | None, qkv: Tensor, step: Step, cache: KVCache, index: int, shape: Shape, ranks: int
     ) -> Tensor:
-        """Return the attention of virtual ranks side by side, [batch, tokens, heads of all * head_dim].
-
-        qkv: [batch, tokens, (heads + 2 * KV heads of all) * head_dim].
-        shape: of one of the ``ranks``.
-        """
+        """Return the attention of virtual ranks side by side, [batch, tokens, heads of all * head_dim], for qkv [batch,
+        tokens, (heads + 2 * KV heads of all) * head_dim]. shape: of one of the ``ranks``."""
         decoder, tokens = shape.decoder, qkv.shape[1]
         query = triton_kernels.rotate_and_store(
             qkv,

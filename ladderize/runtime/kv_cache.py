@@ -1,8 +1,6 @@
 """A static KV cache: allocated once, written in place, column by column of the batch.
 
-On a CPU it is float32, whatever the weights are: with one query per head, attention over bfloat16 keys takes 2 to 7
-times as long there (torch converts them again for each step), and the cache is small beside the weights.
-"""
+On a CPU it is float32: attention over bfloat16 keys takes 2 to 7 times as long there."""
 
 import math
 from collections.abc import Sequence
@@ -18,15 +16,12 @@ from ladderize.runtime.shards import Shape
 
 @dataclass
 class KVCache:
-    """Keys and values of all layers. A column is one position of every row of the batch.
-
-    keys, values: [layers, batch, own KV heads, columns, head_dim].
-    is_static: True where all lie in this memory, to be read and written by address.
-    """
+    """Keys and values of all layers, [layers, batch, own KV heads, columns, head_dim]. A column is a position of every
+    row of the batch."""
 
     keys: Tensor
     values: Tensor
-    is_static: ClassVar[bool] = True
+    is_static: ClassVar[bool] = True  # all lie in this memory, to be read and written by address
 
     @classmethod
     def allocate(
@@ -42,7 +37,6 @@ class KVCache:
     ) -> "KVCache":
         """Return an empty cache, or one of the same size in ``again``; UserError where there is not enough memory.
 
-        dtype: of the model's weights.
         kv_heads: of ``shards.cached_heads``; None: the rank's own.
         processes: of this machine that allocate as much.
         """
@@ -62,10 +56,8 @@ class KVCache:
         return self.keys.shape[3]
 
     def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [batch, heads, tokens, head_dim] from column ``columns`` on.
-
-        columns: the first of them, or a tensor of all, [tokens] (no host sync, capturable in a CUDA graph).
-        """
+        """Store keys and values [batch, heads, tokens, head_dim] from column ``columns`` on, or in a tensor of columns,
+        [tokens], which a CUDA graph can capture."""
         for kept, new in ((self.keys[layer], keys), (self.values[layer], values)):
             if isinstance(columns, int):
                 kept[:, :, columns : columns + new.shape[2]] = new
@@ -77,11 +69,9 @@ class KVCache:
         return self.keys[layer, :, :, :length], self.values[layer, :, :, :length]
 
     def batch_rows(self, begin: int, end: int) -> "KVCache":
-        """Return a view of rows ``begin`` to ``end`` of the batch."""
         return KVCache(self.keys[:, begin:end], self.values[:, begin:end])
 
     def kv_heads(self, begin: int, end: int) -> "KVCache":
-        """Return a view of KV heads ``begin`` to ``end``."""
         return KVCache(self.keys[:, :, begin:end], self.values[:, :, begin:end])
 
     def for_parts(self) -> "KVCache":
@@ -99,7 +89,7 @@ class NoCache(KVCache):
         super().__init__(nothing, nothing)
 
     def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
-        """Do nothing."""
+        pass
 
     def batch_rows(self, begin: int, end: int) -> KVCache:
         return self
@@ -112,10 +102,8 @@ class NoCache(KVCache):
 
 
 class PartsCache(NoCache):
-    """A cache of the parts of one row in training: the tensors themselves, which may have gradients.
-
-    A part that is computed again (activation checkpointing) replaces its own entry.
-    """
+    """A cache of the parts of one row in training: the tensors themselves, which may have gradients. A part that is
+    computed again (activation checkpointing) replaces its own entry."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)

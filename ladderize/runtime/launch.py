@@ -1,7 +1,4 @@
-"""The start of a function on every rank of a group: in this process, in new ones of this host, or in a launcher's.
-
-New processes are forked from a server that has imported torch and transformers (``ranks.environment``).
-"""
+"""The start of a function on every rank of a group: in this process, in new ones of this host, or in a launcher's."""
 
 import contextlib
 import dataclasses
@@ -25,7 +22,7 @@ import torch.distributed as dist
 
 from ladderize.boundary import DEBUG, handled, is_lost_rank, unplanned
 from ladderize.errors import LadderizeError, UsageError, UserError
-from ladderize.files.temporaries import temporary_folder
+from ladderize.files.output import temporary_folder
 from ladderize.ranks.device import set_threads, take_cores
 from ladderize.ranks.environment import ALONE, Place, launched, start_context, started_rank_variables
 from ladderize.ranks.group import INFERENCE_TIMEOUT, ignore, join_group
@@ -73,7 +70,6 @@ def run(
 
     threads: of each rank; None: this host's cores are divided among the ranks.
     report: is called in this process with each value that rank 0 gives to ``ranks.report``, as soon as it comes.
-    timeout: of the group's operations.
     stoppable: SIGTERM and Ctrl-C are passed on to the ranks, which save and end.
     """
     check_group_size(tp_size, device)
@@ -97,9 +93,7 @@ def _work_as_rank(
     meeting: str | None = None,
 ) -> Any:
     """Call ``function`` as one rank of a group. One that this process has joined before is used, and stays.
-
-    meeting: torch's init_method; None: that of a launcher, which has also given this process its cores.
-    """
+    ``meeting``: torch's init_method; None: that of a launcher, which has also given this process its cores."""
     if meeting is not None and device == "cpu":
         threads = take_cores(launch.local_rank, launch.local_size, threads)
     set_threads(threads, launch.local_size)
@@ -125,12 +119,8 @@ def run_processes(
     *,
     stoppable: bool = False,
 ) -> Any:
-    """Call ``function(place, report, *args)`` in a new process for each place; return the value of the first.
-
-    If any fails, UserError says the cause; by then all are gone.
-
-    stoppable: SIGTERM and Ctrl-C are passed on to the processes, which save and end.
-    """
+    """Call ``function(place, report, *args)`` in a new process for each place; return the value of the first. If any
+    fails, UserError says the cause; by then all are gone. stoppable: as ``run`` has it."""
     context = start_context()
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []

@@ -1,9 +1,6 @@
 """One rank's part of a Llama's tensors, and the linear layers over it.
 
-Column-parallel layers (q, k, v; gate, up) compute a slice of their outputs; row-parallel ones (o, down) read a slice of
-their inputs and return a *partial sum*. The caller decides when to reduce it, so the bias belongs to no rank and is
-kept apart. ``shards`` says which part a rank has.
-"""
+Row-parallel layers (o, down) return a *partial sum*, which the caller reduces: the bias belongs to no rank."""
 
 import functools
 from collections.abc import Sequence
@@ -15,13 +12,9 @@ from torch import Tensor
 
 
 class Linear:
-    """The product y = x W^T + b with an inference-only weight [out, in].
-
-    pack: store the weight in oneDNN's blocked layout (CPU).
-
-    A packed bfloat16 product of one token reads memory about 1.5 times as fast as F.linear, which reorders as it goes;
-    a packed float32 one gains a fifth on prompts (benchmarks/decode_cpu.py measures both).
-    """
+    """The product y = x W^T + b with an inference-only weight [out, in]; ``pack``: in oneDNN's blocked layout (CPU). A
+    packed bfloat16 product of one token reads memory about 1.5 times as fast as F.linear, which reorders as it goes; a
+    packed float32 one gains a fifth on prompts (benchmarks/decode_cpu.py measures both)."""
 
     __slots__ = ("bias", "packed", "weight")
 
@@ -38,9 +31,7 @@ class Linear:
 
 class JoinedLinears(list[Linear]):
     """The linear layers of several virtual ranks, whose weights lie side by side: one kernel computes all products.
-
-    weight, bias: of all, [ranks, out, in] and [ranks, out].
-    """
+    ``weight``, ``bias``: of all, [ranks, out, in] and [ranks, out]."""
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         super().__init__(linears)
@@ -58,11 +49,9 @@ class JoinedLinears(list[Linear]):
 
 
 class RMSNorm:
-    """The norm x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 inside and rounded once.
-
-    On a CPU it is layer_norm of [x, -x], whose mean is 0 and whose variance is the mean of x^2. That takes three
-    kernels, where torch's rms_norm takes nine.
-    """
+    """The norm x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 inside and rounded once. On a CPU
+    it is layer_norm of [x, -x], whose mean is 0 and whose variance is the mean of x^2. That takes three kernels, where
+    torch's rms_norm takes nine."""
 
     __slots__ = ("doubled", "eps", "weight")
 
@@ -79,12 +68,8 @@ class RMSNorm:
 
 
 class WideRMSNorm(RMSNorm):
-    """RMSNorm for training in 16 bits, computed in float32.
-
-    Torch's kernels for 16 bits sum the weight's gradient over the tokens with an error of some percent.
-
-    weight: float32.
-    """
+    """RMSNorm for training in 16 bits, with a weight in float32: torch's kernels for 16 bits sum the weight's gradient
+    over the tokens with an error of some percent."""
 
     __slots__ = ()
 
@@ -93,10 +78,8 @@ class WideRMSNorm(RMSNorm):
 
 
 class HeadNorms:
-    """RMSNorm of each query and each key head before rope, in float32: x [..., own heads + own KV heads, head_dim].
-
-    query, key: the weights [head_dim], in the order of the heads' rows (``loader.pair_rope_rows``).
-    """
+    """RMSNorm of each query and each key head before rope, in float32: x [..., own heads + own KV heads, head_dim]. The
+    weights ``query`` and ``key`` [head_dim] are in the order of the heads' rows (``loader.pair_rope_rows``)."""
 
     __slots__ = ("eps", "heads", "key", "query", "weight")
 
@@ -131,11 +114,8 @@ def _packable() -> tuple[torch.dtype, ...]:
 
 @dataclass
 class AttentionWeights:
-    """One rank's part of a layer's attention; projections have an entry for each virtual rank computed apart.
-
-    bias: of o_proj.
-    head_norms: for the heads of one entry of ``qkv``.
-    """
+    """One rank's part of a layer's attention; projections have an entry for each virtual rank computed apart. The bias
+    is o_proj's; ``head_norms`` are for the heads of one entry of ``qkv``."""
 
     norm: RMSNorm
     qkv: list[Linear]
@@ -164,7 +144,6 @@ class Weights:
     head: Linear
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return rows of the embedding, [..., hidden], for ids [...]."""
         return F.embedding(ids, self.embed)
 
     def attention(self, layer: int) -> AttentionWeights:

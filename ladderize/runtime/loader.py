@@ -23,24 +23,15 @@ class CheckpointSource:
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
 
     def read(self, piece: Slice) -> Tensor:
-        info = self.checkpoint.tensors[piece.name]
-        loaded = read_tensor(
-            self.checkpoint.folder,
-            info,
-            dim=piece.dim,
-            start=piece.start,
-            stop=piece.stop,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        folder, info, dtype = self.checkpoint.folder, self.checkpoint.tensors[piece.name], self.dtype
+        dim, start, stop = piece.dim, piece.start, piece.stop
+        loaded = read_tensor(folder, info, dim=dim, start=start, stop=stop, dtype=dtype, device=self.device)
         return _padded(loaded, piece.rows)
 
 
 class RandomSource:
     """Weights of a shape without a checkpoint: normal with the standard deviation that keeps activations of order one.
-
-    Each tensor's numbers depend on its name only, so that layouts compared in one run have the same weights.
-    """
+    Each tensor's numbers depend on its name only, so that layouts compared in one run have the same weights."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
         self.shapes, self.dtype, self.device = shapes, dtype, device
@@ -50,8 +41,7 @@ class RandomSource:
         if piece.dim is not None:
             shape[piece.dim] = piece.stop - piece.start
         if len(shape) == 1:
-            value = 0.0 if piece.name.endswith("bias") else 1.0
-            tensor = torch.full(shape, value, dtype=self.dtype, device=self.device)
+            tensor = torch.full(shape, float(not piece.name.endswith("bias")), dtype=self.dtype, device=self.device)
         else:
             generator = torch.Generator(self.device).manual_seed(zlib.crc32(piece.name.encode()))
             tensor = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
@@ -60,17 +50,10 @@ class RandomSource:
 
 
 def load_weights(
-    read_slice: Read,
-    shape: Shape,
-    layout: Layout,
-    *,
-    pack: bool,
-    advance: Callable[[int], None] = lambda count: None,
+    read_slice: Read, shape: Shape, layout: Layout, *, pack: bool, advance: Callable[[int], None] = lambda count: None
 ) -> Weights:
-    """Return one rank's weights for ``layout``.
-
-    pack: store weights as inference multiplies them fastest; see Linear and JoinedLinears.
-    """
+    """Return one rank's weights for ``layout``. ``pack``: store weights as inference multiplies them fastest; see
+    Linear and JoinedLinears."""
 
     def read(name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
         return read_slice(Slice(name, dim, start, stop))
@@ -141,9 +124,7 @@ def _layer(
 
 def pair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
     """Reorder each head's rows so that the two that rope turns together are neighbours, as a complex product needs.
-
-    Done to q and k alike, this changes no attention score.
-    """
+    Done to q and k alike, this changes no attention score."""
     return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(rows.shape)
 
 

@@ -1,10 +1,8 @@
 """The tensor-parallel decoder for every family and layout. docs/layouts.md describes its forward pass.
 
-Between layers the state is the residual stream, equal on all ranks, and perhaps one all-reduce in flight. Each
-sub-module returns this rank's partial sum; the layout says whether its sum is waited for at once (blocking), after the
-next sub-module (overlapped, Ladder Residual, arXiv 2501.06589, or delayed: that one reads this rank's partial at once)
-or left out until the next sync point (dropped, SPD, arXiv 2502.20727).
-"""
+Between layers the state is the residual stream, equal on all ranks, and perhaps one all-reduce in flight. The layout
+says whether a sub-module's sum is waited for at once, after the next sub-module (overlapped or delayed: that one reads
+this rank's partial at once), or left out until the next sync point (dropped)."""
 
 from collections.abc import Generator
 from typing import Any, TypeVar
@@ -14,8 +12,7 @@ from torch import Tensor
 
 from ladderize.layout import APART, DROPPED, HIDING, Layout
 from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient
-from ladderize.runtime.collectives.stream import Stream, whole
+from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient, Stream, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, run_walks
@@ -26,19 +23,11 @@ OneOrNone = TypeVar("OneOrNone", Tensor, Tensor | None)
 
 
 class TPLlama:
-    """One rank of a decoder with a layout, for inference and for training; the sums go through ``collectives``.
-
-    weights: ``layers.Weights``, or in training ``UsedWeights``.
-    operations: the computation between the products; None: by PyTorch.
-    """
+    """One rank of a decoder with a layout, for inference and for training; ``weights`` are ``layers.Weights``, or in
+    training ``UsedWeights``."""
 
     def __init__(
-        self,
-        shape: Shape,
-        layout: Layout,
-        weights: Any,
-        collectives: Collectives,
-        operations: Operations | None = None,
+        self, shape: Shape, layout: Layout, weights: Any, collectives: Collectives, operations: Operations | None = None
     ) -> None:
         self.shape, self.layout, self.weights, self.collectives = shape, layout, weights, collectives
         self.operations = operations or Operations()
@@ -54,12 +43,8 @@ class TPLlama:
             collectives.split(self.group_size)  # made by all ranks at once, and before any CUDA graph is captured
 
     def forward(self, ids: Tensor, step: Step, cache: KVCache, schedule: Schedule = SEQUENTIAL) -> Tensor:
-        """Return the output layer's input [batch, tokens, hidden], equal on all ranks.
-
-        It is the normed end of the residual stream, times ``logits_scale``.
-
-        ids: [batch, tokens].
-        """
+        """Return the output layer's input [batch, tokens, hidden] for ids [batch, tokens], equal on all ranks: the
+        normed end of the residual stream, times ``logits_scale``."""
         if self.windows:
             step = step.with_windows(self.windows, ids.shape[1])
         chunks = split_parts(ids, step, cache, schedule)
@@ -109,7 +94,6 @@ class TPLlama:
         return sent.wait_unadded() if self.operations.adds_in_norm else sent.wait()
 
     def end(self, x: Stream) -> Tensor:
-        """Return the output layer's input, from the end of the residual stream."""
         scale = self.shape.decoder.logits_scale
         normed = self.operations.norm(self.weights.norm, x)
         return normed if scale == 1 else normed * scale
@@ -149,10 +133,8 @@ class TPLlama:
         return [within.all_reduce(partial) for partial in partials]
 
     def send_apart(self, residual: Stream, partials: list[Tensor]) -> PendingSum:
-        """Send the sum of a delayed sub-module, of whose bias the stream knows already.
-
-        partials: of this process's virtual ranks, which read them meanwhile: the message is new memory.
-        """
+        """Send the sum of a delayed sub-module, of whose bias the stream knows already. ``partials``: of this process's
+        virtual ranks, which read them meanwhile: the message is new memory."""
         total = partials[0].clone() if len(partials) == 1 else sum_of(partials)
         size = self.group_size
         collectives = self.collectives if size == 1 else self.collectives.split(size).across

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladderize.runtime.collectives.stream import Stream, whole
+from ladderize.runtime.collectives.differentiable import Stream, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import AttentionWeights, Linear, MlpWeights, RMSNorm
 from ladderize.runtime.shards import Shape
@@ -14,21 +14,15 @@ from ladderize.runtime.step import Step
 
 
 class Operations:
-    """A rank's share of a layer without the products that are sent.
+    """A rank's share of a layer without the products that are sent."""
 
-    name: the name in benchmarks.
-    adds_in_norm: whether ``norm`` adds a sum to the stream in the same kernel, which then should be left to it.
-    note: a remark for the user; empty: none.
-    """
-
-    name = "torch"
-    adds_in_norm = False
+    name = "torch"  # in benchmarks
+    adds_in_norm = False  # whether ``norm`` adds a sum to the stream in the same kernel: then it should be left to it
 
     def __init__(self, note: str = "") -> None:
-        self.note = note
+        self.note = note  # for the user
 
     def norm(self, norm: RMSNorm, x: Stream) -> Tensor:
-        """Return x [..., width], normed."""
         return norm(whole(x))
 
     def attention(
@@ -106,11 +100,8 @@ def rotate(x: Tensor, rope_factors: Tensor) -> Tensor:
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, *, scale: float | None = None
 ) -> Tensor:
-    """Return grouped-query attention, [batch, tokens, heads * head_dim].
-
-    query: [batch, heads, tokens, head_dim].
-    scale: of the scores; None: head_dim ** -0.5.
-    """
+    """Return grouped-query attention, [batch, tokens, heads * head_dim], for queries [batch, heads, tokens, head_dim].
+    The scale of scores is head_dim ** -0.5 where it is None."""
     batch, heads, tokens, dim = query.shape
     groups = keys.shape[1]
     if tokens == 1:

@@ -26,10 +26,8 @@ PROMPTS, TRAINING_DATA, SAMPLING = "Prompts", "Training data (--prompt-file or -
 
 @dataclass(frozen=True)
 class Sampling:
-    """The distribution that tokens are drawn from; a temperature of 0 is greedy.
-
-    The draws depend on ``seed``, row and step only, not on tp_size.
-    """
+    """The distribution that tokens are drawn from; a temperature of 0 is greedy. The draws depend on ``seed``, row and
+    step only, not on tp_size."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -37,10 +35,8 @@ class Sampling:
     seed: int = 0
 
     def draws(self, batch: int, steps: int, first_row: int = 0) -> "Tensor":
-        """Return uniform numbers [batch, steps] of the rows from ``first_row`` on.
-
-        A row's numbers do not depend on how many rows and steps there are.
-        """
+        """Return uniform numbers [batch, steps] of the rows from ``first_row`` on. A row's numbers do not depend on how
+        many rows and steps there are."""
         import torch
 
         seeds = (self.seed + row * 0x9E3779B1 for row in range(first_row, first_row + batch))
@@ -68,11 +64,7 @@ class GenerateOptions:
         "Sample texts from BOS alone into --out. A killed run goes on when run again.", False, panel=TRAINING_DATA
     )
     num_samples: int | None = option(
-        "Texts, or the most rows to answer.",
-        min=1,
-        shown="all rows of --prompt-file",
-        panel=TRAINING_DATA,
-        needs="out",
+        "Texts, or the most rows to answer.", min=1, shown="all rows of --prompt-file", panel=TRAINING_DATA, needs="out"
     )
     out: Path | None = option(
         "The .jsonl file to write, for adapt --data.", metavar="FILE", panel=TRAINING_DATA, decides=False

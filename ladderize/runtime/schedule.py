@@ -1,8 +1,7 @@
-"""The order in which the parts of a forward pass run. A schedule changes no result (docs/layouts.md). Imports no torch.
+"""The order in which the parts of a forward pass run, which changes no result (docs/layouts.md). Imports no torch.
 
-``sequential`` runs the whole batch as one part. ``domino`` (arXiv 2409.15241) cuts it into parts and goes round: each
-part computes one sub-module, sends its sum, and makes room for the next part, whose compute hides the message.
-"""
+``domino`` (arXiv 2409.15241) cuts a batch into parts and goes round: each part computes one sub-module, sends its sum,
+and makes room for the next part, whose compute hides the message."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule.
-
-    chunks: parts that domino cuts the batch into.
-    """
+    """``chunks``: the parts that domino cuts the batch into."""
 
     name: ScheduleName = "sequential"
     chunks: int = 2
@@ -34,18 +30,17 @@ class Schedule:
         return (self.chunks if self.is_domino else 1) + 1
 
     def parts(self, rows: int, tokens: int) -> int:
-        """Return the number of parts of a batch of ``rows`` x ``tokens``: fewer than ``chunks`` where there is less to
-        cut."""
-        return min(self.chunks, rows if rows > 1 else tokens) if self.is_domino else 1
+        """Return the number of parts of a batch: fewer than ``chunks`` where there is less to cut."""
+        if not self.is_domino:
+            return 1
+        return min(self.chunks, rows if rows > 1 else tokens)
 
     def check(self, rows: int, tokens: int, *, rows_name: str, tokens_name: str) -> None:
-        """Raise UserError unless a batch of ``rows`` x ``tokens`` can be cut so.
-
-        rows_name, tokens_name: the options that give these numbers, for the message.
-        """
+        """Raise UserError unless a batch of ``rows`` x ``tokens`` can be cut so. ``rows_name``, ``tokens_name``: the
+        options that give these numbers, for the message."""
         if self.is_domino and self.parts(rows, tokens) < self.chunks:
-            what = f"{rows} rows ({rows_name})" if rows > 1 else f"one row of {tokens} tokens ({tokens_name})"
-            raise UserError(f"domino cuts a batch into {self.chunks} parts, and there is less to cut: {what}")
+            size = f"{rows} rows ({rows_name})" if rows > 1 else f"one row of {tokens} tokens ({tokens_name})"
+            raise UserError(f"domino cuts a batch into {self.chunks} parts, and there is less to cut: {size}")
 
 
 SEQUENTIAL = Schedule()

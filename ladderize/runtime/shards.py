@@ -1,8 +1,6 @@
 """The sizes of a Llama, and the part of its tensors that one rank has. Imports no torch.
 
-Heads and intermediate rows are split in contiguous blocks, rank by rank; KV heads are replicated where there are more
-ranks than KV heads (docs/layouts.md; Megatron-LM, arXiv 1909.08053).
-"""
+Heads and intermediate rows are split in contiguous blocks; KV heads are replicated where there are fewer than ranks."""
 
 import json
 from collections.abc import Mapping
@@ -21,10 +19,8 @@ ACTIVATIONS = ("silu", "swish")
 
 @dataclass(frozen=True)
 class Slice:
-    """Indices ``start`` to ``stop`` of a tensor's dimension ``dim``, or without one all of it.
-
-    rows: the length to pad dimension 0 to with zeros, for a vocabulary that the ranks do not divide.
-    """
+    """Indices ``start`` to ``stop`` of a tensor's dimension ``dim``, or without one all of it; ``rows``: the length to
+    pad dimension 0 to with zeros, for a vocabulary that the ranks do not divide."""
 
     name: str
     dim: int | None = None
@@ -35,10 +31,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model and of one rank's part of it, and the decoder of its family.
-
-    Every size is a count. ``tp_size`` processes share the model.
-    """
+    """The sizes of a model that ``tp_size`` processes share, and of one rank's part of it."""
 
     vocab: int
     hidden: int
@@ -128,10 +121,8 @@ def check_activation(config: Mapping[str, Any]) -> None:
 def check_runnable(
     config: Mapping[str, Any], layout: Layout, tp_size: int, *, name: str = "--tp-size", in_groups: bool = False
 ) -> None:
-    """Raise LayoutError unless ``tp_size`` processes can run this model with this layout.
-
-    in_groups: several processes may be one virtual rank.
-    """
+    """Raise LayoutError unless ``tp_size`` processes can run this model with this layout. ``in_groups``: several
+    processes may be one virtual rank."""
     check_split(config, tp_size, name=name)
     virtual = layout.sync_tp_size
     if virtual is None or virtual % tp_size == 0 or (in_groups and tp_size % virtual == 0):
@@ -186,9 +177,7 @@ def cached_heads(shape: Shape, layout: Layout) -> int:
 
 def weight_bytes(shape: Shape, width: int, *, packed: bool, projections: int | None = None) -> int:
     """Return the bytes of one rank's weights, each of ``width`` bytes, or of ``projections`` bytes in a projection.
-
-    packed: the LM head is a copy even of a tied embedding.
-    """
+    ``packed``: the LM head is a copy even of a tied embedding."""
     attention = (2 * shape.own_heads + 2 * shape.own_kv_heads) * shape.head_dim * shape.hidden
     layer = attention + 3 * shape.own_inner * shape.hidden
     tables = 1 if shape.tied and not packed else 2
@@ -201,14 +190,12 @@ def cache_bytes(shape: Shape, layout: Layout, batch: int, columns: int, width: i
     return 2 * shape.layers * batch * cached_heads(shape, layout) * columns * shape.head_dim * width
 
 
-# ---- sizes without weights ----
 SHAPES = Path(__file__).parent / "shapes.json"
 
 
-def known_shapes() -> dict[str, dict[str, Any]]:
+def known_shapes() -> dict[str, Any]:
     """Return the bundled configs of models' sizes: facts from the published config.json files."""
-    shapes: dict[str, dict[str, Any]] = json.loads(SHAPES.read_text(encoding="utf-8"))
-    return shapes
+    return dict(json.loads(SHAPES.read_text(encoding="utf-8")))
 
 
 def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,7 +215,7 @@ def read_shape(name: str, option: str = "--random-weights") -> dict[str, Any]:
     """Return the config of a bundled size by its name, of a config.json, or of its folder, as ``option`` names it."""
     shapes = known_shapes()
     if name in shapes:
-        return shapes[name]
+        return dict(shapes[name])
     path = Path(name).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():

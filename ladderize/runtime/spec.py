@@ -50,10 +50,8 @@ class ModelSpec:
         return most_positions(self.config)
 
     def weights_key(self, shape: Shape) -> tuple[object, ...]:
-        """Return a key that is equal for models that share the weights of a rank of this shape.
-
-        They have the same files (or random numbers), cut into the same pieces, and the same dtype.
-        """
+        """Return a key that is equal for models that share the weights of a rank of this shape. They have the same
+        files (or random numbers), cut into the same pieces, and the same dtype."""
         apart = tuple(virtual_ranks(self.layout, layer, shape.tp_size) for layer in range(shape.layers))
         files: list[tuple[int, int]] = []  # those that ``convert`` hard-links are the same
         if self.folder is not None:
@@ -161,10 +159,8 @@ def open_generator(
     caches: Sequence[KVCache] = (),
     advance: Callable[[int], None] = lambda count: None,
 ) -> Generator:
-    """Return one rank of a checked model with a KV cache for ``batch`` rows of ``columns`` tokens.
-
-    caches: one that fits is used again.
-    """
+    """Return one rank of a checked model with a KV cache for ``batch`` rows of ``columns`` tokens. ``caches``: one that
+    fits is used again."""
     avoid_cudnn_attention()
     dtype, device = spec.torch_dtype, group.device
     shape, loaded = weights.get(spec, collectives.ranks, group.rank, advance)

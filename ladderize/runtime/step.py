@@ -63,10 +63,8 @@ class Part:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a bool mask as numbers, in the dtype of keys, that are added to scores.
-
-    PyTorch's attention would make them anew in every layer, and keep each for a backward pass.
-    """
+    """Return a bool mask as numbers, in the dtype of keys, that are added to scores. PyTorch's attention would make
+    them anew in every layer, and keep each for a backward pass."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
@@ -78,14 +76,9 @@ def with_additive_masks(step: Step, dtype: torch.dtype) -> Step:
     return replace(step, mask=None if step.mask is None else additive(step.mask, dtype), near=near)
 
 
-# ---- the parts that a schedule cuts a pass into: by rows, or one row along its tokens ----
-
-
 def split_parts(ids: Tensor, step: Step, cache: KVCache, schedule: Schedule) -> list[Part]:
-    """Cut a pass over ids [batch, tokens] as ``schedule`` says: as evenly as it goes, larger parts first.
-
-    One row is cut along its tokens: a later part sees the keys and values of the earlier ones.
-    """
+    """Cut a pass over ids [batch, tokens] as ``schedule`` says: as evenly as it goes, larger parts first. One row is
+    cut along its tokens: a later part sees the keys and values of the earlier ones."""
     rows, tokens = ids.shape
     count = schedule.parts(rows, tokens)
     if count == 1:

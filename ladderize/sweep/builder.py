@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ladderize.adapt.methods import FULL, LORA
-from ladderize.adapt.options import AdaptOptions
+from ladderize.adapt.options import FULL, LORA, AdaptOptions
 from ladderize.choices import OPTION, described, identity
 from ladderize.commands.adapt import adapt
 from ladderize.commands.bench import bench

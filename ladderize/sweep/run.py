@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.lora import ADAPTATION
-from ladderize.adapt.methods import ALIGN, Method
+from ladderize.adapt.options import ALIGN, Method
 from ladderize.commands.shared import command_line
 from ladderize.console import SILENT, Console, human_seconds
 from ladderize.convert.inspection import ALIGNMENT, DISTILLATION
@@ -15,14 +15,13 @@ from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults
 from ladderize.eval.table import mean_accuracy
 from ladderize.files.documents import read_document, read_own, write_json
-from ladderize.files.temporaries import lock_folder
+from ladderize.files.output import lock_folder
 from ladderize.layout import BLOCKING
 from ladderize.ranks.environment import already_started
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.sweep.builder import SHARDS, trained_folder
 from ladderize.sweep.child import run_stage
-from ladderize.sweep.plan import Contest, Point, SweepPlan
-from ladderize.sweep.promotion import Entrant, promoted
+from ladderize.sweep.plan import Contest, Entrant, Point, SweepPlan, promoted
 from ladderize.sweep.stages import MARKER, STAGES, Stage, is_finished, make_folder, outputs_in
 from ladderize.sweep.sweep_file import SWEEP_JSON, SweepSpec, find_folder
 from ladderize.sweep_document import AS_CONVERTED, THEN, StageState, Status, SweepDocument, SweepPoint

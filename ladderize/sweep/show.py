@@ -111,10 +111,9 @@ def check_stages(document: SweepDocument, root: Path) -> None:
 
 def show_models(root: Path, console: Console) -> None:
     """Print the first four columns of the report's table of all models of a sweep, and its answer."""
-    from ladderize.report.answer import find_answer
     from ladderize.report.documents import find_documents
     from ladderize.report.join import join_documents
-    from ladderize.report.tables import models_table
+    from ladderize.report.page import find_answer, models_table
 
     content = join_documents(find_documents([root]))
     answer = find_answer(content)

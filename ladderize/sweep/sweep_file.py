@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from ladderize.adapt.methods import ALIGN, Method
-from ladderize.adapt.options import AdaptOptions
+from ladderize.adapt.options import ALIGN, AdaptOptions, Method
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.choices import OPTION, described, errors_begin_with, flag, near_names, options_from, parameter_name
 from ladderize.commands.convert import ConvertOptions
 from ladderize.convert.recipe import Recipe
 from ladderize.data.files import HUB
 from ladderize.errors import UsageError, UserError
-from ladderize.eval.options import MARGIN, EvalOptions, check_margin
-from ladderize.files.parsing import read_yaml
+from ladderize.eval.options import MARGIN, EvalOptions, check_margin, check_task_names
+from ladderize.files.documents import read_yaml
 from ladderize.files.records import read_value
 from ladderize.files.regular import names_a_file, resolved
 from ladderize.layout import Layout, check_split
@@ -145,6 +144,8 @@ def sweep_spec(document: object, where: str) -> SweepSpec:
     if "eval" in content:
         at = f"{where}: eval"
         evaluation = _options(EvalOptions, "eval", mapping(content["eval"], at), at, models=["MODEL"])
+        with errors_begin_with(at):
+            check_task_names(evaluation)
     layouts = tuple(_layouts(_entries(content, "layouts", where), data))
     if not layouts:
         raise UserError(f"{where}: layouts is missing; write for example '- ladder: all'")

@@ -1,6 +1,7 @@
 """The model of ``ladderize eval --engine vllm``: lm-eval's own vLLM model, whose engine has our plugin."""
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,21 @@ from ladderize.eval.text import KeptPredictions, WindowScore
 from ladderize.families.registry import find_family
 from ladderize.layout import Layout
 from ladderize.modeling import load_tokenizer
+from ladderize.ranks.device import cores, default_device
 from ladderize.ranks.environment import environment_with
 from ladderize.runtime.shards import check_runnable
-from ladderize.vllm.engine import ends_of, engine_variables, reason_of
-from ladderize.vllm.environment import check_vllm
+from ladderize.vllm.environment import check_vllm, configuration_refusal, ends_of
 
 REQUESTS_PER_SEQUENCE = 32  # lm-eval hands over so many: answers have Python objects for every token
 WINDOWS_AT_ONCE = 16
+ENGINE_VARIABLES = {
+    # our process has threads of torch, which a fork would copy in the middle of something
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # A text may be one token longer than the model's positions: its last token is predicted, and never read.
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout holds the one document of --json
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
 
 
 def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VLLMModel":
@@ -62,17 +71,28 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
         **more,
     }
     try:
-        with environment_with(engine_variables(options.tp_size)):
+        variables = ENGINE_VARIABLES | cores_of_ranks(options.tp_size)
+        with environment_with({key: value for key, value in variables.items() if key not in os.environ}):
             engine = VLLM(**arguments)
     except Exception as error:
+        reason = configuration_refusal(error) or " ".join(str(error).split())[:600].rstrip(".") or type(error).__name__
         advice = "; here that is --max-length" if "max_model_len" in str(error) else ""
-        raise UserError(f"vLLM cannot run {name}: {reason_of(error)}{advice}") from error
+        raise UserError(f"vLLM cannot run {name}: {reason}{advice}") from error
     return VLLMModel(name, checkpoint, options, engine)
 
 
-class VLLMModel:
-    """A model in vLLM's processes."""
+def cores_of_ranks(ranks: int) -> dict[str, str]:
+    """Return the variable with each rank's share of the cores, on CPUs. vLLM itself gives each rank a NUMA node, and
+    does not start with more ranks than nodes."""
+    free = sorted(cores())
+    share = len(free) // ranks
+    if ranks == 1 or share == 0 or default_device() != "cpu":
+        return {}
+    slices = [",".join(map(str, free[rank * share : (rank + 1) * share])) for rank in range(ranks)]
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(slices)}
 
+
+class VLLMModel:
     def __init__(self, name: str, checkpoint: Checkpoint, options: EvalOptions, engine: Any) -> None:
         from vllm.platforms import current_platform
 

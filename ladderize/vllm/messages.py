@@ -1,15 +1,13 @@
 """Messages between the ranks of vLLM's tensor-parallel group that are in flight while a sub-module computes.
 
 ``start`` and ``wait`` are operators of torch, so that they keep their place when vLLM compiles the model or captures it
-in a CUDA graph. The compiler moves pure operators: the wait up to the start, or the start down to the wait. So each is
-declared to write a tensor that it never touches. ``start`` "writes" the input of the hiding sub-module, and ``wait``
-"writes" its output. So the sub-module stays between them.
+in a CUDA graph. The compiler moves pure operators, so ``start`` is declared to write the input of the hiding
+sub-module, and ``wait`` its output, which neither touches.
 
-On CPUs the compiler sees the whole model, and may give an operator a copy of its argument, whose memory it uses again
-after the call. There a message in flight has memory of its own, and ``wait`` returns a tensor of its own. On GPUs vLLM
-cuts the graph at both operators, and each piece may be a CUDA graph, which reads from the address that it was captured
-with. There a piece allocates the place of the sum, as vLLM's do for attention's output.
-"""
+On CPUs the compiler sees the whole model, and may use an argument's memory again after the call: there a message in
+flight has memory of its own, and ``wait`` returns a tensor of its own. On GPUs vLLM cuts the graph at both operators,
+and each piece may be a CUDA graph, which reads from the address that it was captured with: there a piece allocates the
+place of the sum, as vLLM's do for attention's output."""
 
 import copy
 import functools
@@ -37,22 +35,16 @@ logger = init_logger("vllm.ladderize")
 
 
 class Pending(NamedTuple):
-    """A message [tokens, hidden] in flight.
-
-    total: the place of its sum, which is the partial itself where that is summed in place; on CPUs it is elsewhere.
-    arrived: True if ``total`` holds the sum.
-    """
+    """A message [tokens, hidden] in flight."""
 
     partial: Tensor
-    total: Tensor
-    arrived: bool = False
+    total: Tensor  # the place of its sum: the partial itself where that is summed in place; on CPUs it is elsewhere
+    arrived: bool = False  # ``total`` holds the sum
 
 
 class Messages:
-    """The messages of one model. At most one is in flight: each is waited for before the next all-reduce begins.
-
-    The operators find this object by ``name`` in vLLM's forward context, where attention layers are found, too.
-    """
+    """The messages of one model. At most one is in flight: each is waited for before the next all-reduce begins. The
+    operators find this object by ``name`` in vLLM's forward context, where attention layers are found, too."""
 
     def __init__(self, name: str, vllm_config: VllmConfig) -> None:
         define_operators()
@@ -76,10 +68,8 @@ class Messages:
         contexts[name] = self
 
     def prepare(self, partial: Tensor) -> Pending:
-        """Return the message of ``partial`` [tokens, hidden], which nobody may change until it has arrived.
-
-        Call this before a wait and a start: with nothing between them they are one cut in vLLM's graph.
-        """
+        """Return the message of ``partial`` [tokens, hidden], which nobody may change until it has arrived. Call this
+        before a wait and a start: with nothing between them they are one cut in vLLM's graph."""
         return Pending(partial, torch.empty_like(partial) if self.out_of_place else partial)
 
     def start(self, message: Pending, reads: Tensor) -> None:
@@ -89,11 +79,9 @@ class Messages:
             torch.ops.ladderize.start(message.partial, total, reads, self.name)
 
     def wait(self, message: Pending, made: Tensor) -> Tensor:
-        """Return the sum [tokens, hidden] of a message, which a sub-module that made ``made`` has hidden.
-
-        One rank waits, too. Without an operator here, Inductor (torch 2.13, CPUs) fuses later readers of the partial
-        with an earlier norm, ahead of the product that fills it.
-        """
+        """Return the sum [tokens, hidden] of a message, which a sub-module that made ``made`` has hidden. One rank
+        waits, too. Without an operator here, Inductor (torch 2.13, CPUs) fuses later readers of the partial with an
+        earlier norm, ahead of the product that fills it."""
         if message.arrived:
             return message.total
         if not self.cuts_graph:
@@ -104,11 +92,8 @@ class Messages:
         return message.total
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """Return the sum over the ranks, and wait for it.
-
-        Two ranks over gloo swap their partials, which is one step where gloo's all-reduce takes two. Otherwise the
-        all-reduce is vLLM's own.
-        """
+        """Return the sum over the ranks, and wait for it. Two ranks over gloo swap their partials, which is one step
+        where gloo's all-reduce takes two. Otherwise the all-reduce is vLLM's own."""
         if self.emulated or (self.collectives.name == "gloo" and self.collectives.ranks == 2):
             message, reads = self.prepare(partial), torch.empty_like(partial)  # nothing hides it
             self.start(message, reads)
@@ -192,9 +177,7 @@ TAKES_OUTPUT = {"ca_comm": "out", "symm_mem_comm": "out", "pynccl_comm": "out_te
 
 class VllmOnStream(OnStream):
     """Collectives by vLLM's all-reduce on a stream of its own: a custom kernel, symmetric memory or NCCL, by the size.
-
-    vLLM chooses. Those of ``TAKES_OUTPUT`` write the sum where it belongs; of the others it is copied.
-    """
+    vLLM chooses. Those of ``TAKES_OUTPUT`` write the sum where it belongs; of the others it is copied."""
 
     name = "vllm"
 

@@ -1,25 +1,207 @@
-"""Converted models of every family for vLLM: its own Llama with our layers, which have each family's additions.
+"""Converted models of every family for vLLM: its own Llama with our layers. Loading, projections, attention, norms,
+quantisation, LoRA, sampling and speculation stay vLLM's.
 
-Loading, attention, quantisation, LoRA, sampling and speculation stay vLLM's.
+vLLM adds the last sub-module's output to the residual stream inside the next norm. So the state between sub-modules is
+``(delta, residual, pending, ahead)``: a sum that is still to be added, the stream, the message in flight, and what this
+rank, or each of its virtual ranks, reads beside the stream; all but the stream may be None.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
+from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.sequence import IntermediateTensors
 
-from ladderize.vllm.layer import LadderizedDecoderLayer
+from ladderize.families.base import Decoder
+from ladderize.layout import APART, BLOCKING, DROPPED, HIDING, Layout
+from ladderize.runtime.shards import virtual_ranks
 from ladderize.vllm.messages import Messages, Pending
 from ladderize.vllm.verify import decoder_of_model, layout_of
 
 
-class LadderizedModel(LlamaModel):
-    """The layers between embedding and last norm."""
+class KeptWeight(UnquantizedLinearMethod):
+    """A method that keeps a weight as a plain tensor, to be sliced. On CPUs vLLM would pack it for whole products."""
 
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        weight: Any = layer.weight
+        layer.weight = nn.Parameter(weight.data, requires_grad=False)
+
+
+# virtual ranks: the k-th of a process owns the k-th contiguous part of its heads and intermediate rows
+
+
+def row_parallel(count: int, projection: Any, inputs: Tensor) -> Tensor:
+    """Return each virtual rank's product of its part of ``inputs`` [tokens, in], without bias: [count, tokens, out]."""
+    slices = inputs.unflatten(1, (count, -1)).transpose(0, 1)
+    return torch.bmm(slices, projection.weight.unflatten(1, (count, -1)).permute(1, 2, 0))
+
+
+def column_parallel(projection: Any, sizes: Sequence[int], inputs: Tensor) -> list[Tensor]:
+    """Return each virtual rank's part of the projections that vLLM merged into one: [count, tokens, size / count] each,
+    with inputs of their own [count, tokens, hidden]. sizes: of the projections' outputs on this process."""
+    count, products = len(inputs), []
+    biases = [None] * len(sizes) if projection.bias is None else projection.bias.split(sizes)
+    for weight, bias in zip(projection.weight.split(sizes), biases, strict=True):
+        product = torch.bmm(inputs, weight.unflatten(0, (count, -1)).transpose(1, 2))
+        products.append(product if bias is None else product + bias.view(count, 1, -1))
+    return products
+
+
+def beside_each_other(outputs: Tensor) -> Tensor:
+    """Return the virtual ranks' parts [count, tokens, width] as [tokens, count * width]."""
+    return outputs.transpose(0, 1).flatten(1)
+
+
+class FamilyAttention(LlamaAttention):
+    """vLLM's attention with the additions of ``decoder``: norms of heads, layers without rope, a scale of scores. The
+    input may be apart for each virtual rank, [count, tokens, hidden]. heads_only: leave out o_proj; the layer
+    multiplies by its slices."""
+
+    def __init__(
+        self, decoder: Decoder, heads_only: bool, *, bias: bool, bias_o_proj: bool, prefix: str, **arguments: Any
+    ) -> None:
+        self.decoder, self.heads_only, self.rotates = decoder, heads_only, decoder.rope[extract_layer_index(prefix)]
+        super().__init__(bias=decoder.qkv_bias, bias_o_proj=decoder.o_bias, prefix=prefix, **arguments)
+        if decoder.head_norms:
+            eps = arguments["config"].rms_norm_eps
+            self.q_norm, self.k_norm = RMSNorm(self.head_dim, eps=eps), RMSNorm(self.head_dim, eps=eps)
+
+    @property
+    def scaling(self) -> float:
+        scale = self.decoder.attention_scale
+        return self.head_dim**-0.5 if scale is None else scale
+
+    @scaling.setter
+    def scaling(self, value: float) -> None:
+        """Ignore the scale that vLLM's constructor sets, which is a Llama's; it reads the family's."""
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        sizes = [self.q_size, self.kv_size, self.kv_size]
+        if hidden_states.ndim == 3:
+            q, k, v = map(beside_each_other, column_parallel(self.qkv_proj, sizes, hidden_states))
+        else:
+            q, k, v = self.qkv_proj(hidden_states)[0].split(sizes, dim=-1)
+        if self.decoder.head_norms:
+            q = self.q_norm(q.view(*q.shape[:-1], -1, self.head_dim)).view(q.shape)
+            k = self.k_norm(k.view(*k.shape[:-1], -1, self.head_dim)).view(k.shape)
+        if self.rotates:
+            q, k = self.rotary_emb(positions, q, k)
+        heads = self.attn(q, k, v)
+        return heads if self.heads_only else self.o_proj(heads)[0]
+
+
+class LadderizedDecoderLayer(LlamaDecoderLayer):
+    """One layer with the sync points that ``layout`` gives it. A wholly blocking one runs vLLM's own forward."""
+
+    def __init__(
+        self, layout: Layout, decoder: Decoder, messages: Messages, vllm_config: VllmConfig, prefix: str = ""
+    ) -> None:
+        layer = extract_layer_index(prefix)
+        attention, mlp = layout.attention_sync[layer], layout.mlp_sync[layer]
+        virtual = virtual_ranks(layout, layer, vllm_config.parallel_config.tensor_parallel_size)
+        attention_class: Any = functools.partial(FamilyAttention, decoder, virtual.o > 1)
+        super().__init__(vllm_config, prefix, attn_layer_type=attention_class)
+        self.messages, self.scale = messages, decoder.residual_scale
+        self.attention_sync, self.mlp_sync, self.virtual = attention, mlp, virtual
+        # vLLM's projection sums by itself only where nothing must come before the sum: a message in flight is waited
+        # for first, and a dropped partial is added to the MLP's.
+        free = attention == BLOCKING and not messages.emulated
+        self.attention_sums = free and layout.entering(layer) == BLOCKING
+        self.mlp_sums = free and mlp == BLOCKING
+        self.stock = self.attention_sums and self.mlp_sums and self.scale == 1
+        own_attention, own_mlp = self.self_attn, self.mlp
+        own_attention.o_proj.reduce_results = self.attention_sums
+        own_mlp.down_proj.reduce_results = self.mlp_sums
+        # the bias belongs to no rank: where a partial is read before it is summed, this layer adds it to the stream
+        own_attention.o_proj.skip_bias_add = attention in APART
+        own_mlp.down_proj.skip_bias_add = mlp in APART
+        # verify.py refuses quantised weights and adapters where weights are sliced
+        cut: list[Any] = [own_attention.qkv_proj, own_attention.o_proj, own_mlp.gate_up_proj, own_mlp.down_proj]
+        for projection, count in zip(cut, virtual, strict=True):
+            if count > 1:
+                projection.quant_method = KeptWeight()
+
+    def forward(
+        self, positions: Tensor, delta: Tensor | None, residual: Tensor, pending: Pending | None, ahead: Tensor | None
+    ) -> tuple[Tensor | None, Tensor, Pending | None, Tensor | None]:
+        """Return the new (delta, residual, pending, ahead).
+
+        positions: [tokens].
+        delta, residual: [tokens, hidden].
+        ahead: [tokens, hidden], or of several virtual ranks [count, tokens, hidden].
+        """
+        if self.stock:
+            first = (residual, None) if delta is None else (delta, residual)
+            return *super().forward(positions, *first), None, None
+        o_proj, down_proj, several = self.self_attn.o_proj, self.mlp.down_proj, self.virtual
+        x, residual = read(self.input_layernorm, delta, residual, ahead)
+        made = self.self_attn(positions=positions, hidden_states=x)
+        partial = self.scaled(made if several.o == 1 else row_parallel(several.o, o_proj, made))
+        mode = self.attention_sync
+        delta, residual, pending, ahead = self.sync(mode, self.attention_sums, partial, residual, pending, o_proj)
+        x, residual = read(self.post_attention_layernorm, delta, residual, ahead)
+        made = self.mlp(x) if max(several.gate_up, several.down) == 1 else self.sliced_mlp(x)
+        partial = self.scaled(made)
+        if mode == DROPPED and ahead is not None:  # attention's partial is summed with the MLP's
+            partial = partial + (ahead if ahead.ndim == partial.ndim else ahead.sum(0))
+        return self.sync(self.mlp_sync, self.mlp_sums, partial, residual, pending, down_proj)
+
+    def scaled(self, added: Tensor) -> Tensor:
+        return added if self.scale == 1 else added * self.scale
+
+    def sliced_mlp(self, x: Tensor) -> Tensor:
+        """Return the MLP's product with several virtual ranks in this process, and without down_proj's bias if it is
+        delayed. x and the product: [tokens, hidden], or where the ranks' are apart [count, tokens, hidden]."""
+        mlp, projection = self.mlp, self.mlp.gate_up_proj
+        if x.ndim == 3:
+            sizes = [projection.weight.shape[0] // 2] * 2
+            rows = beside_each_other(mlp.act_fn(torch.cat(column_parallel(projection, sizes, x), -1)))
+        else:
+            rows = mlp.act_fn(projection(x)[0])
+        if self.virtual.down > 1:
+            return row_parallel(self.virtual.down, mlp.down_proj, rows)
+        product: Tensor = mlp.down_proj(rows)[0]  # it reads the virtual ranks' parts side by side: their sum
+        return product
+
+    def sync(
+        self, mode: str, summed: bool, partial: Tensor, residual: Tensor, pending: Pending | None, projection: Any
+    ) -> tuple[Tensor | None, Tensor, Pending | None, Tensor | None]:
+        """Run a sync point: wait for the message in flight, then sum ``partial`` (unless it is ``summed``), send it or
+        keep it. Return (delta, residual, pending, ahead)."""
+        bias = getattr(projection, "base_layer", projection).bias  # vLLM's LoRA wraps projections
+        if mode in APART and bias is not None:
+            residual = residual + self.scaled(bias)
+        message = None
+        if mode in HIDING:
+            message = self.messages.prepare(partial if partial.ndim == 2 else partial.sum(0))
+        total = None if pending is None else self.messages.wait(pending, partial)
+        if message is not None:
+            self.messages.start(message, residual)
+            return total, residual, message, partial if mode in APART else None
+        if mode == DROPPED:
+            return total, residual, None, partial
+        delta = partial if summed else self.messages.all_reduce(partial)
+        return delta if total is None else delta + total, residual, None, None
+
+
+def read(norm: RMSNorm, delta: Tensor | None, residual: Tensor, ahead: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what a sub-module reads, the normed stream with ``ahead``, and the stream; both with ``delta`` added."""
+    if ahead is None:
+        return (norm(residual), residual) if delta is None else norm(delta, residual)
+    residual = residual if delta is None else residual + delta
+    streams = residual + ahead
+    return norm(streams.flatten(0, -2)).view_as(streams), residual
+
+
+class LadderizedModel(LlamaModel):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         layout = layout_of(vllm_config)
         messages = Messages(f"{prefix}.messages", vllm_config)
@@ -35,11 +217,8 @@ class LadderizedModel(LlamaModel):
         intermediate_tensors: IntermediateTensors | None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """Return the normed stream [tokens, hidden], with the streams that a drafter asked for.
-
-        input_ids, positions: [tokens].
-        intermediate_tensors: of a pipeline, which verify.py refuses.
-        """
+        """Return the normed stream [tokens, hidden], with the streams that a drafter asked for. verify.py refuses
+        pipelines, whose are ``intermediate_tensors``."""
         residual = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         residual = residual if self.embedding_scale == 1 else residual * self.embedding_scale
         delta: Tensor | None = None

@@ -4,18 +4,14 @@ from typing import Any
 
 
 def register_plugin() -> None:
-    """Register converted models with vLLM and transformers. vLLM then needs no ``--trust-remote-code`` for them.
-
-    This is vLLM's entry point of the group ``vllm.general_plugins``. It may be called several times, and touches no
-    GPU: the model class is named, not imported. In a version of vLLM that cannot run them, only ladderized checkpoints
-    are refused; every other model loads as before.
-    """
+    """Register converted models with vLLM and transformers. vLLM then needs no ``--trust-remote-code`` for them. It may
+    be called several times, and touches no GPU: the model class is named, not imported. In a version of vLLM that
+    cannot run them, only ladderized checkpoints are refused."""
     from transformers import AutoConfig
 
     from ladderize.families.supported import SUPPORTED
     from ladderize.modeling import ladderized_class
-    from ladderize.vllm.environment import architecture, stock, version_problem
-    from ladderize.vllm.touched import newer_problem
+    from ladderize.vllm.environment import architecture, newer_problem, stock, version_problem
 
     problem = version_problem() or newer_problem()
     for family in SUPPORTED:

@@ -1,7 +1,4 @@
-"""The refusals of settings that a layout cannot have in vLLM, or was not tested with.
-
-They are raised in the process that the user started, before workers exist.
-"""
+"""The refusals of settings that a layout cannot have in vLLM, or was not tested with, before workers exist."""
 
 import os
 from typing import TYPE_CHECKING, Any

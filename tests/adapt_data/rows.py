@@ -3,11 +3,10 @@
 import json
 from types import SimpleNamespace
 
-from ladderize.adapt.data.examples import Encoder
-from ladderize.adapt.data.packing import pack
-from ladderize.adapt.data.training_data import open_data
+from ladderize.adapt.examples import Encoder
+from ladderize.adapt.training_data import open_data, pack
 from ladderize.console import SILENT
-from ladderize.data.formats import tell_left_out
+from ladderize.data.rows import tell_left_out
 from tests.helpers import ROOT
 
 DEMO = ROOT / "ladderize" / "demo" / "model"

@@ -9,10 +9,11 @@ import datasets
 import numpy as np
 import pytest
 
-from ladderize.adapt.data.sources import open_rows
+from ladderize.adapt.training_data import open_rows
+from ladderize.data import files
 from ladderize.data.files import check_sources, hub_dataset, source_identity, split_weight
 from ladderize.data.rows import file_rows
-from ladderize.data.windows import files, read_documents
+from ladderize.data.windows import read_documents
 from ladderize.errors import UsageError, UserError
 from tests.adapt_data.rows import write_jsonl
 

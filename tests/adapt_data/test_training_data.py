@@ -7,8 +7,8 @@ import datasets
 import numpy as np
 import pytest
 
-from ladderize.adapt.data import training_data
-from ladderize.adapt.data.examples import Encoder
+from ladderize.adapt import training_data
+from ladderize.adapt.examples import Encoder
 from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer

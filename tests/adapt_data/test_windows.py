@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
-from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.layers.options import BlockwiseOptions
 from ladderize.adapt.layers.windows import read_rows, training_windows
+from ladderize.adapt.training_data import open_data
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer

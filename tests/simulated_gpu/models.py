@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from ladderize.adapt.train.run import open_accelerator, reset_accelerate
-from ladderize.adapt.train.student import make_student, make_teacher, open_model, trained_tensors
-from ladderize.adapt.train.training_model import HFTraining
+from ladderize.adapt.train.training_model import HFTraining, make_student, make_teacher, open_model, trained_tensors
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.convert.remote_code.configuration_ladderized import LadderizedLlamaConfig
 from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM

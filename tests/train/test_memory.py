@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ladderize.adapt.options import AdaptOptions
 from ladderize.adapt.train import run
 from ladderize.adapt.train.loop import Loop
-from ladderize.adapt.train.memory import OTHER_BYTES, estimate
+from ladderize.adapt.train.task import OTHER_BYTES, estimate
 from ladderize.console import SILENT
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe

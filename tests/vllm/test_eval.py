@@ -10,7 +10,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from ladderize.demo.inputs import MODEL, TASKS
+from ladderize.demo.command import MODEL, TASKS
 from ladderize.eval.model import HFModel
 from ladderize.eval.options import EvalOptions
 from ladderize.ranks.group import Ranks

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ladderize.runtime.collectives.observed import Recording
+from ladderize.runtime.bench.messages import Recording
 
 
 def communicator(backend, sums):

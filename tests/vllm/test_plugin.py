@@ -15,15 +15,15 @@ from transformers import AutoConfig
 import ladderize.cli
 assert "vllm" not in sys.modules  # the command line imports none
 from vllm import EngineArgs, ModelRegistry
-from ladderize.vllm import environment, touched
+from ladderize.vllm import environment
 llama, ours, *versions = sys.argv[1:]
 real = importlib.metadata.version
-assert touched.missing_names() == []  # in this one, too
+assert environment.missing_names() == []  # in this one, too
 for found in versions:
     if os.fork() == 0:  # a process for each, which has imported what it needs
         environment.version = lambda name: found.removesuffix("-lacking") if name == "vllm" else real(name)
         if found.endswith("-lacking"):
-            touched.TOUCHED["vllm.config"]["VllmConfig"] = "model_config no_such_config"
+            environment.TOUCHED["vllm.config"]["VllmConfig"] = "model_config no_such_config"
         from ladderize.vllm.plugin import register_plugin
         register_plugin()
         print("== other:", type(AutoConfig.from_pretrained(llama)).__name__)
@@ -47,7 +47,7 @@ assert not torch.cuda.is_initialized()
 
 def test_found_and_registered(tmp_path):
     """By any version of vLLM: other models load as before. Ours end with a sentence, not an AttributeError, or load
-    with one warning. In this version twice, and no GPU is touched."""
+    with one warning. In this version twice, and no GPU is environment."""
     from transformers import LlamaConfig
 
     from tests.vllm.models import make

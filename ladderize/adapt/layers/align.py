@@ -1,7 +1,4 @@
-"""``ladderize adapt --method align``: solve a converted model's projections anew, layer by layer, by least squares.
-
-Calibration windows pass through the dense and the converted model side by side.
-"""
+"""``ladderize adapt --method align``: solve a converted model's projections anew, layer by layer, by least squares."""
 
 import math
 import time
@@ -65,9 +62,8 @@ class LayerReport(Record):
 
 
 def align(job: LayerJob, options: AlignOptions, ridges: Sequence[float] = RIDGES) -> None:
-    """Solve the projections of every layer of the job that its files do not hold yet, in order, with the best of some
-    ridges on held-out windows. All ranks call it; each has a share of the windows. Raises UserError where the states
-    are NaN or infinite, or do not fit in memory; finished layers stay in the files."""
+    """Solve the projections of every layer of the job that its files do not hold yet, in order. All ranks call it; each
+    has a share of the windows. Raises UserError where the states are NaN or infinite, or do not fit in memory."""
     teacher, ranks, console, files = job.teacher, job.ranks, job.console, job.files
     windows = with_random(job.windows, teacher.config, options.seed)
     done = job.finished()
@@ -107,9 +103,8 @@ def warn_of_few(tokens: int, config: Mapping[str, Any], console: Console) -> Non
 
 
 def with_random(windows: Windows, config: Mapping[str, Any], seed: int = 0) -> Windows:
-    """Return the windows with added windows of random tokens, ``RANDOM_SHARE`` as many of each kind. Text of one kind
-    says little about others: weights solved on it alone go astray wherever another kind reads them. Random tokens say a
-    little about everything, need no data, and cost next to nothing on the text itself."""
+    """Return the windows with added windows of random tokens. Weights solved on text of one kind alone go astray
+    wherever another kind reads them; random tokens say a little about everything, and need no data."""
     generator = torch.Generator().manual_seed(seed)
 
     def extended(ids: Tensor) -> Tensor:
@@ -123,19 +118,14 @@ def with_random(windows: Windows, config: Mapping[str, Any], seed: int = 0) -> W
 def aligned_layers(
     job: LayerJob, streams: Streams, ridges: Sequence[float] = RIDGES, done: Collection[int] = ()
 ) -> Iterator[tuple[dict[str, Tensor], LayerReport]]:
-    """Yield the weights, as they will be stored, of the model's layers in order, up to the last of the job's, which are
-    solved anew; with a report, which names no projections where nothing was solved. Layers that are ``done`` lie in the
-    job's files."""
+    """Yield the stored weights of the model's layers in order, up to the last of the job's, which are solved anew, with
+    a report: no projections where nothing was solved. Layers that are ``done`` lie in the job's files."""
     streams.embed(job.teacher, job.converted)
     for index in range(job.layers[-1] + 1):
-        begin = time.perf_counter()
-        weights = job.weights(index)
-        if job.files is not None and index in done:
-            weights = job.files.weights(index)
-        solve = index in job.layers and index not in done
-        made, reports = aligned_layer(
-            streams, index, job.layout, weights, job.dense_weights(index), ridges, solve=solve
-        )
+        begin, solve = time.perf_counter(), index in job.layers and index not in done
+        weights = job.files.weights(index) if job.files is not None and index in done else job.weights(index)
+        dense_weights = job.dense_weights(index)
+        made, reports = aligned_layer(streams, index, job.layout, weights, dense_weights, ridges, solve=solve)
         yield made, LayerReport(index, reports, time.perf_counter() - begin)
 
 
@@ -150,8 +140,8 @@ def aligned_layer(
     solve: bool,
     leave: bool = True,
 ) -> tuple[dict[str, Tensor], list[ProjectionReport]]:
-    """Return a layer's weights as they will be stored, and what was solved; the streams have passed it. Weights are
-    given as stored; ``solve`` and ``leave`` are those of ``LayerAlignment.run``."""
+    """Return a layer's weights as they will be stored, and what was solved; the streams have passed it. ``solve`` and
+    ``leave`` are those of ``LayerAlignment.run``."""
     teacher = streams.blocks
     dense = Side(teacher, index, Layout.dense(layout.num_layers), computed(dense_weights, teacher))
     side = Side(teacher, index, layout, computed(weights, teacher))

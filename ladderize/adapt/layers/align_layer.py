@@ -42,9 +42,8 @@ class Streams:
     """States [..., windows, tokens, width] between two sub-modules, of this rank's windows, training ones first: the
     ``dense`` model's stream, the converted model's ``complete`` one, the ``visible`` ones that the virtual ranks' next
     attention reads [readers, ...], the inputs of its o_proj (``heads``) and, on CPUs alone, of its down_proj
-    (``inner``): a GPU computes them again sooner than it finds the room. Streams are float32, since a sub-module adds
-    little to them. In front of the first converted layer the models are one (``is_common``), and only ``dense`` is
-    written. Raises UserError where no device has room."""
+    (``inner``): a GPU computes them again sooner than it finds the room. In front of the first converted layer the
+    models are one (``is_common``), and only ``dense`` is written."""
 
     def __init__(self, blocks: Blocks, windows: Windows, ranks: Ranks, readers: int = 1) -> None:
         self.blocks, self.ranks, self.is_common = blocks, ranks, True
@@ -82,7 +81,6 @@ class Streams:
         return state[..., int(rows[0]) : int(rows[0]) + len(rows), :, :].clone().to(self.blocks.device)
 
     def write(self, name: str, rows: Tensor, state: Tensor) -> None:
-        """Write the states of these windows; ``check`` asks whether they are finite."""
         self.sums["dense" if name == "dense" else "converted"] += state.sum()
         store = self.states[name]
         if name == "visible":
@@ -90,8 +88,7 @@ class Streams:
         store[..., int(rows[0]) : int(rows[0]) + len(rows), :, :] = state.to(store.device)
 
     def check(self) -> None:
-        """Raise UserError where a state that was written is NaN or infinite. The host waits for the device only
-        here."""
+        """Raise UserError where a state that was written is NaN or infinite. Only here the host waits."""
         for model, total in self.sums.items():
             check_finite(float(total), f"the residual stream of the {model} model")
 
@@ -120,7 +117,7 @@ def readers_of(layout: Layout) -> int:
 
 def device_of_states(needed: int, ranks: Ranks) -> torch.device:
     """Return where states lie: on the GPU where they fill at most half of what is free there, so that no batch waits
-    for a copy; else in the host's memory. Raises UserError where neither has room for so many bytes of one process."""
+    for a copy; else in the host's memory. Raises UserError where neither has room."""
     host = torch.device("cpu")
     if ranks.device != host and needed <= (available_bytes(ranks.device) or 0) // 2:
         return ranks.device
@@ -134,7 +131,7 @@ def located(device: torch.device) -> str:
 
 class Side:
     """Layer ``index`` of ``layout`` with ``weights``, whose class is run in pieces: up to what o_proj and down_proj
-    read. Streams are float32, and weights may be; products are computed in the dtype of ``blocks``."""
+    read."""
 
     def __init__(self, blocks: Blocks, index: int, layout: Layout, weights: Mapping[str, Tensor]) -> None:
         self.blocks, self.index, self.scale = blocks, index, blocks.decoder.residual_scale
@@ -147,19 +144,9 @@ class Side:
         layer.self_attn.__class__ = layer.heads_only  # which ends before o_proj
         self.layer: Any = layer
 
-    def is_layer_of(self, other: "Side") -> bool:
-        """Return True if both compute alike: with blocking sync points and the same weights."""
-        weights, others = self.layer.state_dict(), other.layer.state_dict()
-        is_blocking = {*self.modes, *other.modes} == {BLOCKING}
-        return is_blocking and all(torch.equal(weight, others[name]) for name, weight in weights.items())
-
-    def mlp_input(self, streams: Tensor) -> Tensor:
-        """Return the streams that the MLP reads, normed: [..., hidden]."""
-        return self.layer.post_attention_layernorm(streams)
-
     def inner(self, streams: Tensor) -> Tensor:
         """Return the inputs of down_proj [windows, tokens, intermediate] from the streams that the MLP reads."""
-        return self.layer.mlp_slices(self.mlp_input(streams))
+        return self.layer.mlp_slices(self.layer.post_attention_layernorm(streams))
 
     def after_mlp(self, stream: Tensor, visible: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
         """Return the complete stream, and what the next attention reads: [..., windows, tokens, hidden]."""
@@ -196,7 +183,7 @@ class LayerAlignment:
         the converted model's streams behind it. Raises UserError for weights or inputs that are NaN or infinite."""
         converted, streams = self.converted, self.streams
         reports: list[ProjectionReport] = []
-        if streams.is_common and not solve and converted.is_layer_of(self.dense):
+        if streams.is_common and not solve and self._is_unchanged():
             self._pass(self._attend_dense)
             self._pass(self._leave_dense)
             streams.check()
@@ -224,6 +211,12 @@ class LayerAlignment:
         streams.check()
         return reports
 
+    def _is_unchanged(self) -> bool:
+        """Return whether both layers compute alike: with blocking sync points and the same weights."""
+        weights, others = self.converted.layer.state_dict(), self.dense.layer.state_dict()
+        is_blocking = {*self.converted.modes, *self.dense.modes} == {BLOCKING}
+        return is_blocking and all(torch.equal(weight, others[name]) for name, weight in weights.items())
+
     def _pass(self, move_on: Callable[[Tensor], None]) -> None:
         for rows in self.streams.batches():
             with self.converted.blocks.autocast():
@@ -237,17 +230,19 @@ class LayerAlignment:
         return _by_rank(inputs), self.dense.layer.input_layernorm(self.streams.read("dense", rows))
 
     def _attention_writes(self, rows: Tensor) -> Tokens:
-        missing = self.streams.read("dense", rows) - self.streams.read("complete", rows)
-        return [self.streams.read("heads", rows)], missing / self.converted.scale
+        return [self.streams.read("heads", rows)], self._missing(rows, self.streams.read("complete", rows))
 
     def _mlp_reads(self, rows: Tensor) -> Tokens:
         reads, _, _ = self._after_attention(rows)
-        return _by_rank(self.converted.mlp_input(reads)), self.dense.mlp_input(self.streams.read("dense", rows))
+        inputs = self.converted.layer.post_attention_layernorm(reads)
+        return _by_rank(inputs), self.dense.layer.post_attention_layernorm(self.streams.read("dense", rows))
 
     def _mlp_writes(self, rows: Tensor) -> Tokens:
         reads, stream, _ = self._after_attention(rows)
-        missing = self.streams.read("dense", rows) - stream
-        return [self._inner(rows, reads)], missing / self.converted.scale
+        return [self._inner(rows, reads)], self._missing(rows, stream)
+
+    def _missing(self, rows: Tensor, stream: Tensor) -> Tensor:
+        return (self.streams.read("dense", rows) - stream) / self.converted.scale
 
     def _after_attention(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the streams that the MLP reads, the complete one, and the visible one."""
@@ -288,8 +283,6 @@ class LayerAlignment:
         self.streams.write("visible", rows, visible)
 
     def _fit(self, step: Step) -> list[ProjectionReport]:
-        """Sum the products of each virtual rank and solve the projections of a step. Raises UserError where they are
-        NaN or infinite."""
         projections = [self.converted.layer.get_submodule(name) for name in step.names]
         teachers = [self.dense.layer.get_submodule(name) for name in step.names]
         solved = []

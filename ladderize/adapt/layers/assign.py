@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.layers.assign_layer import ApartBlock, BlockTokens, Members, cheapest_ranks, descend
-from ladderize.adapt.layers.layer_files import assigned_weights
-from ladderize.adapt.layers.measures import Contender, heldout_measures
+from ladderize.adapt.layers.layer_files import Contender, assigned_weights, heldout_measures
 from ladderize.adapt.layers.options import HEADS, NEURONS, SHORT, AssignOptions
 from ladderize.adapt.layers.windows import Windows, read_rows, split_windows
 from ladderize.blocks import Blocks, State, check_finite, compute_dtype
@@ -43,8 +42,8 @@ WINDOWS_AT_ONCE_TOKENS = 4096
 def assign_ranks(
     model: str | Path, recipe: Recipe, options: AssignOptions, *, console: Console = SILENT
 ) -> RankAssignment:
-    """Return the assignment for what a recipe makes of a dense model, computed on data, with one layer in memory at a
-    time. Raises UserError where the model, the layout or the data leave nothing to assign."""
+    """Return the assignment for what a recipe makes of a dense model, with one layer in memory at a time. Raises
+    UserError where the model, the layout or the data leave nothing to assign."""
     checkpoint, layout = assignable(str(model), recipe)
     data, wanted, positions = options.data or "", assign_tokens(checkpoint.config), most_positions(checkpoint.config)
     with console.stage("reading the data"):
@@ -67,8 +66,7 @@ def assign_tokens(config: Mapping[str, Any]) -> int:
 
 
 def assignable(model: str, recipe: Recipe) -> tuple[Checkpoint, Layout]:
-    """Return the dense checkpoint, and the layout that the recipe makes of it. Raises UserError where heads and neurons
-    have no ranks to choose, or may not move."""
+    """Return the dense checkpoint, and the layout that the recipe makes of it; UserError where nothing may move."""
     checkpoint = open_checkpoint(model)
     layout = recipe.layout(Layout.from_config(checkpoint.config))
     layout.check_model(checkpoint.config)
@@ -95,10 +93,9 @@ def apart_layers(layout: Layout) -> list[int]:
 def assign_layers(
     blocks: Blocks, layout: Layout, names: Sequence[str], windows: Windows, *, seed: int = 0, console: Console = SILENT
 ) -> RankAssignment:
-    """Return the assignment of every layer of ``apart_layers`` of a dense model: of heads, neurons or both. Heads stay
-    where several ranks share a KV head. It is chosen by the first training windows, and the held-out ones decide what
-    is kept. Raises UserError for data with fewer tokens than a layer has neurons, and for NaN or infinite
-    activations."""
+    """Return the assignment of every layer of ``apart_layers`` of a dense model: of heads, neurons or both. It is
+    chosen by the first training windows, and the held-out ones decide what is kept. Raises UserError for data with
+    fewer tokens than a layer has neurons, and for NaN or infinite activations."""
     config, ranks, layers = blocks.config, layout.sync_tp_size or 1, apart_layers(layout)
     moves_heads, moves_neurons = HEADS in names and kv_head_count(config) % ranks == 0, NEURONS in names
     shared = f"{ranks} ranks share {kv_head_count(config)} KV heads"
@@ -132,8 +129,9 @@ def assign_layers(
                     neurons=moves_neurons,
                     seed=seed,
                 )
-                if moves_heads:
-                    assignment.heads[index] = head_order(members, config["num_attention_heads"] // block.units)
+                if moves_heads:  # each rank's units lie where the rank looks for them
+                    heads = np.arange(config["num_attention_heads"]).reshape(block.units, -1)
+                    assignment.heads[index] = tuple(heads[np.concatenate(members)].flatten().tolist())
                 if moves_neurons:
                     assignment.neurons[index] = tuple(neurons.tolist())
                 assignment.report[index] = report
@@ -151,8 +149,8 @@ def apart_layout(layers: int, ranks: int) -> Layout:
 
 
 def block_tokens(blocks: Blocks, layer: Any, states: Sequence[Tensor]) -> BlockTokens:
-    """Return what the MLP of a layer with a dropped sum is computed from, of states that enter it, [windows, tokens,
-    hidden] each. Raises UserError for NaN or infinite ones."""
+    """Return what the MLP of a layer with a dropped sum is computed from, of states [windows, tokens, hidden] that
+    enter it. Raises UserError for NaN or infinite ones."""
     bias = layer.self_attn.o_proj.bias
     residual = torch.cat(list(states)).flatten(0, 1)
     heads = torch.cat([blocks.heads(layer, state) for state in states]).flatten(0, 1)
@@ -160,11 +158,6 @@ def block_tokens(blocks: Blocks, layer: Any, states: Sequence[Tensor]) -> BlockT
     total = tokens.residual.double().sum() + tokens.heads.double().sum()
     check_finite(float(total), f"the dense model's stream in layer {layer.self_attn.layer_idx}")
     return tokens
-
-
-def head_order(members: Members, group: int) -> tuple[int, ...]:
-    """Return the head order that puts each rank's units, of ``group`` heads, where the rank looks for them."""
-    return tuple(head for units in members for unit in units for head in range(unit * group, (unit + 1) * group))
 
 
 def assign_block(
@@ -209,9 +202,8 @@ def better_labels(
     blocks: Blocks, layout: Layout, assignment: RankAssignment, fit: Tensor, heldout: Tensor
 ) -> RankAssignment:
     """Return the assignment with its ranks renamed layer by layer, or as it is, whichever brings the converted model
-    nearer to the dense one on held-out ids. For a layer alone the ranks are interchangeable. But where it reads the
-    delayed sum of an MLP, rank r reads its own share of the sum before, so the set of heads and neurons that misses
-    least of the others' should lie there."""
+    nearer to the dense one on held-out ids. Where a layer reads the delayed sum of an MLP, rank r reads its own share
+    of it, so the set of heads and neurons that misses least of the others' should lie there."""
     renamed = matched_labels(blocks, layout, assignment, fit)
     if renamed == assignment:
         return assignment
@@ -226,8 +218,7 @@ def better_labels(
 
 @torch.no_grad()
 def matched_labels(blocks: Blocks, layout: Layout, assignment: RankAssignment, ids: Tensor) -> RankAssignment:
-    """Return the assignment with the ranks of each layer matched to those of the delayed MLP before it, on ids
-    [windows, tokens]."""
+    """Return the assignment with the ranks of each layer matched to those of the delayed MLP before it."""
     dense = Layout.dense(layout.num_layers)
     states: list[State] = [blocks.embed(rows) for rows in ids.split(max(1, WINDOWS_AT_ONCE_TOKENS // ids.shape[1]))]
     handed: list[State] = []  # what the layer before, as it is converted, hands on
@@ -253,8 +244,8 @@ def cheapest_labels(
     states: Sequence[State],
     handed: Sequence[State],
 ) -> list[int]:
-    """Return the rank that each set of an assigned layer's heads should lie on, from the states that enter it in the
-    dense model, and those, (complete, visible), that enter it in the converted one."""
+    """Return the rank that each set of an assigned layer's heads should lie on. ``states`` enter it in the dense model,
+    and ``handed`` in the converted one."""
     from scipy.optimize import linear_sum_assignment  # imported here, so that the rest runs without scipy
 
     ranks = layout.sync_tp_size or 1

@@ -62,7 +62,7 @@ def batch_windows(windows: Tensor) -> int:
 
 def distill(job: LayerJob, options: BlockwiseOptions) -> None:
     """Train every block of the job that its files do not hold yet; the ranks take them in turn. Raises UserError for a
-    loss that is NaN or infinite, and where the states do not fit in memory; finished blocks stay in the files."""
+    loss that is NaN or infinite, and where the states do not fit in memory."""
     teacher, windows, ranks, layers = job.teacher, job.windows, job.ranks, job.layers
     streams = {BLOCKING: 1, DELAYED: 1 + (job.layout.sync_tp_size or 1)}  # of the others two: complete and visible
     most = max((streams.get(job.layout.entering(layer), 2) for layer in layers), default=1)
@@ -111,8 +111,7 @@ def teacher_pass(
 
 @torch.no_grad()
 def _states(before: Sequence[State], run: Callable[[State], State], device: torch.device) -> list[State]:
-    """Return every window's next state. This is a function, since a generator would leave no_grad on while its caller
-    trains."""
+    """Return every window's next state. A generator would leave no_grad on while its caller trains."""
     states: list[State] = []
     batch = max(1, 4 * TOKENS_PER_STEP // complete(before[0]).shape[1])
     for first in range(0, len(before), batch):
@@ -143,12 +142,7 @@ class BlockTrainer:
     """One block, the dense model's states that enter and leave it, of each window, and the training loop."""
 
     def __init__(
-        self,
-        job: LayerJob,
-        index: int,
-        before: Sequence[State],
-        after: Sequence[State],
-        options: BlockwiseOptions,
+        self, job: LayerJob, index: int, before: Sequence[State], after: Sequence[State], options: BlockwiseOptions
     ) -> None:
         self.blocks, self.index, self.options = job.teacher, index, options
         self.before, self.after = before, after
@@ -170,12 +164,9 @@ class BlockTrainer:
             output = complete(self.blocks.run(self.layer, entering))
         return (output - self._complete(self.after, rows)).square().mean()
 
-    def added_part(self) -> float:
-        """Return the mean square of what the dense block adds to the stream. A block that does nothing has a loss of
-        this size."""
-        return self._heldout_mean(
-            lambda rows: (self._complete(self.after, rows) - self._complete(self.before, rows)).square().mean()
-        )
+    def added(self, rows: Tensor) -> Tensor:
+        """Return the mean square of what the dense block adds to the stream: the loss of one that does nothing."""
+        return (self._complete(self.after, rows) - self._complete(self.before, rows)).square().mean()
 
     def _complete(self, states: Sequence[State], rows: Tensor) -> Tensor:
         return torch.cat([complete(states[row]) for row in rows.tolist()]).to(self.blocks.device).float()
@@ -187,7 +178,7 @@ class BlockTrainer:
 
     def train(self, advance: Callable[[int], None]) -> tuple[dict[str, Tensor], BlockReport]:
         """Return the best weights seen, in the stored dtype, and a report. They are never worse on held-out windows
-        than the initial ones. Raises UserError for a loss that is NaN or infinite."""
+        than the initial ones."""
         options, begin = self.options, time.perf_counter()
         before = self._checked(self._heldout_mean(self.loss), 0)
         per_epoch = math.ceil(len(self.trained) / self.batch_size)
@@ -219,7 +210,7 @@ class BlockTrainer:
         after = self._heldout_mean(self.loss)
         if after >= before:
             after, best_weights = before, self.initial
-        added = self.added_part()
+        added = self._heldout_mean(self.added)
         return best_weights, BlockReport(
             layer=self.index,
             loss_before=before,

@@ -1,24 +1,30 @@
-"""The work of a method that rewrites layers, and the files of finished layers, from which a killed run resumes."""
+"""The job of a method that rewrites layers, the files of finished ones, and what a model is before and after."""
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ladderize.adapt.layers.options import TOKENS_PER_STEP
 from ladderize.adapt.layers.windows import Windows
-from ladderize.blocks import Blocks
+from ladderize.blocks import Blocks, window_streams
+from ladderize.checkpoint.config import parameter_count
 from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import locate_tensors, read_tensor
 from ladderize.console import SILENT, Console
 from ladderize.convert.assignment import RankAssignment
 from ladderize.errors import UserError
-from ladderize.files.parsing import parse_json
+from ladderize.eval.results import Perplexity, perplexity_from_nlls
+from ladderize.files.documents import parse_json
+from ladderize.files.output import fsync
 from ladderize.files.records import OwnRecord, Record
-from ladderize.files.temporaries import fsync
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 
@@ -28,8 +34,7 @@ LayerWeights = Callable[[int], Mapping[str, Tensor]]  # of a layer, by their nam
 def assigned_weights(
     blocks: Blocks, assignment: RankAssignment | None, layer: int, *, as_stored: bool = False
 ) -> dict[str, Tensor]:
-    """Return a layer's weights, maybe in the dtypes that they are stored in, with heads and neurons where the
-    assignment puts them."""
+    """Return a layer's weights with heads and neurons where the assignment puts them."""
     weights = blocks.weights(layer, as_stored=as_stored)
     return weights if assignment is None else assignment.permuted(layer, weights, blocks.config)
 
@@ -43,11 +48,8 @@ class LayerFiles:
     def path(self, layer: int) -> Path:
         return self.folder / f"layer-{layer:05d}.safetensors"
 
-    def has(self, layer: int) -> bool:
-        return self.path(layer).is_file()
-
     def save(self, layer: int, weights: Mapping[str, Tensor], report: Record) -> None:
-        """Save a layer, whole or not at all: it is written under another name, then renamed."""
+        """Save a layer, whole or not at all."""
         temporary = self.path(layer).with_suffix(".part")
         tensors = {f"model.layers.{layer}.{name}": tensor.contiguous().cpu() for name, tensor in weights.items()}
         try:
@@ -92,4 +94,57 @@ class LayerJob:
     def finished(self) -> list[int]:
         """Return the layers that an earlier run has rewritten, the same on all ranks."""
         files = self.files
-        return self.ranks.broadcast([layer for layer in self.layers if files is not None and files.has(layer)])
+        return self.ranks.broadcast([layer for layer in self.layers if files and files.path(layer).is_file()])
+
+
+class Contender(NamedTuple):
+    """A model to measure: ``blocks`` in ``layout``, with a layer's ``weights``."""
+
+    blocks: Blocks
+    layout: Layout
+    weights: LayerWeights
+
+
+def heldout_measures(
+    contenders: Mapping[str, Contender], ids: torch.Tensor, ranks: Ranks, console: Console = SILENT
+) -> tuple[dict[str, Perplexity], dict[str, float]]:
+    """Return the perplexity of held-out windows, ids [windows, tokens], under each model, and the mean KL(first ||
+    model) in nats per token of all but the first, dense one. One layer is in memory at a time. Ranks share the batches
+    of one process, so the results are equal, bit by bit, for every number of ranks."""
+    batch_size = max(1, 2 * TOKENS_PER_STEP // ids.shape[1])
+    batches = ids.split(batch_size)[ranks.rank :: ranks.size]
+    dense, perplexities, divergences, reference = next(iter(contenders.values())).blocks, {}, {}, None
+    windows, head = sum(map(len, batches)), int(dense.config["vocab_size"]) * int(dense.config["hidden_size"])
+    logits = 1 + head * dense.num_layers // max(1, parameter_count(dense.config) - head)  # in layers of as many weights
+    work = len(contenders) * dense.num_layers + (3 * len(contenders) - 2) * logits  # a divergence takes them of both
+    with torch.no_grad(), console.progress("measuring held-out windows, by layer", windows * work) as advance:
+        for name, contender in contenders.items():
+            blocks = contender.blocks
+
+            def layer_at(index: int, contender: Contender = contender) -> torch.nn.Module:
+                advance(windows)
+                return contender.blocks.layer(index, contender.layout, contender.weights(index))
+
+            streams = window_streams(blocks, layer_at, torch.cat(batches), batch_size=batch_size) if batches else []
+            nlls: list[torch.Tensor] = []
+            sums: list[torch.Tensor] = []
+            for number, batch in enumerate(batches):
+                stream = streams[number].to(blocks.device)
+                nlls.append(blocks.nll(stream, batch).cpu())
+                advance(logits * len(batch))
+                if reference is not None:
+                    sums.append(blocks.divergence(dense, reference[number].to(blocks.device), stream).cpu())
+                    advance(2 * logits * len(batch))
+            perplexities[name] = perplexity_from_nlls(in_order(ranks.gather(nlls)).numpy(), list(ids.numpy()))
+            total = float(in_order(ranks.gather(sums)).sum())
+            if reference is None:
+                reference = streams
+            else:
+                divergences[name] = total / ids[:, 1:].numel()
+    return perplexities, divergences
+
+
+def in_order(values: list[list[torch.Tensor]]) -> torch.Tensor:
+    """Return the values of all batches in order, from ranks that each had every size-th batch."""
+    batches = [batch for rounds in itertools.zip_longest(*values) for batch in rounds if batch is not None]
+    return torch.cat(batches) if batches else torch.empty(0)

@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from ladderize import choices
-from ladderize.adapt import methods
-from ladderize.adapt.methods import ALIGN, BLOCKS, TrainingDtype, Write, check_lr
+from ladderize.adapt.options import (
+    ALIGN,
+    BLOCKS,
+    COMPUTE_DTYPE,
+    CONVERTED,
+    SAMPLES,
+    TrainingDtype,
+    Write,
+    check_lr,
+)
 from ladderize.choices import (
     DATA,
     LAYOUT,
@@ -18,7 +26,6 @@ from ladderize.choices import (
     OUTPUT,
     DeviceName,
     Dtype,
-    Option,
     argument,
     check_options,
     distinct_names,
@@ -37,7 +44,6 @@ HEADS, NEURONS = "heads", "neurons"  # of --assign
 # The size of an alignment by default: tokens, or so many per input of the widest projection; tokens where it is
 # repeated, or as long as a short training; and the windows held out.
 LEAST_TOKENS, TOKENS_PER_INPUT, SHORT, LEAST_WINDOWS_HELDOUT = 1 << 17, 4, 1 << 14, 8
-SAMPLES = Option("Windows to align on, or to train blocks on.", min=1, shown="131,072 tokens; blocks: up to 1024")
 
 
 @dataclass(frozen=True)
@@ -112,8 +118,8 @@ def default_tokens(config: Mapping[str, Any], *, short: bool = False) -> int:
 
 
 def start_tokens(config: Mapping[str, Any], budget: int | None) -> int:
-    """Return the number of tokens to align on before a training on ``budget`` tokens: as many, from the short
-    to the long default (docs/results.md: what more tokens win stays after the training)."""
+    """Return the number of tokens to align on before a training on ``budget`` tokens: as many, between the defaults
+    (docs/results.md: what more tokens win stays after the training)."""
     return min(default_tokens(config), max(default_tokens(config, short=True), budget or 0))
 
 
@@ -125,7 +131,7 @@ def layers_to_rewrite(options: WindowOptions, layout: Layout) -> tuple[int, ...]
     """Return the layers of ``options.layers``, or the method's default. Raises UserError for one that reads, and is,
     what the dense model's is."""
     usable = options.default_layers(layout)
-    if options.layers == methods.CONVERTED:
+    if options.layers == CONVERTED:
         return tuple(layout.converted_layers)
     if options.layers is None or options.layers == "all":
         return usable
@@ -160,7 +166,7 @@ def check_assign(names: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class AssignOptions:
-    """The names, data and device of an assignment. Raises UsageError for others than heads and neurons."""
+    """The names, data and device of an assignment."""
 
     assign: tuple[str, ...]
     data: str | None
@@ -251,7 +257,7 @@ class SpdOptions:
     )
     lr: float | None = None  # peak learning rate of blocks; None: 5e-5 * 4096 / hidden size
     epochs: int = 10
-    dtype: TrainingDtype = option(methods.COMPUTE_DTYPE, "auto", panel=MEMORY)
+    dtype: TrainingDtype = option(COMPUTE_DTYPE, "auto", panel=MEMORY)
     device: DeviceName | None = option(choices.DEVICE)
     overwrite: bool = option(choices.OVERWRITE, False)
     verify: bool = option(choices.NO_VERIFY, True)

@@ -1,46 +1,154 @@
-"""The frame of methods that rewrite a checkpoint layer by layer: from models and data to a new checkpoint with its
-document. A killed run resumes after the last finished layer."""
+"""Methods that rewrite a checkpoint layer by layer: from models and data to a new checkpoint with its document."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from ladderize.adapt.layers.document import METHODS, LayerMethod, LayersDocument, SpdBlock, WindowData
-from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob, assigned_weights
-from ladderize.adapt.layers.measures import Contender, heldout_measures
+from ladderize.adapt.layers.align import LayerReport, align
+from ladderize.adapt.layers.distill import BlockReport, distill
+from ladderize.adapt.layers.layer_files import Contender, LayerFiles, LayerJob, assigned_weights, heldout_measures
 from ladderize.adapt.layers.options import WindowOptions, layers_to_rewrite
 from ladderize.adapt.layers.windows import Windows, training_windows
-from ladderize.adapt.teacher import check_improved, check_pair, check_related
+from ladderize.adapt.options import ALIGN, BLOCKS
+from ladderize.adapt.teacher import check_improved, check_pair, check_related, target_text
 from ladderize.blocks import Blocks, compute_dtype
 from ladderize.checkpoint.config import stored_dtype
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import SILENT, Console, to_json
+from ladderize.console import SILENT, Console, code_span, to_json
 from ladderize.convert.assignment import RankAssignment, assignment_of
+from ladderize.convert.inspection import ALIGNMENT, DISTILLATION
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
-from ladderize.convert.recipe import Recipe
 from ladderize.data.files import data_files, source_sha256
 from ladderize.errors import UserError
 from ladderize.eval.results import Perplexity
 from ladderize.files import output
 from ladderize.files.documents import read_own
+from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.files.unfinished import RUN_SHA256, Unfinished, is_written_by, run_digest, tidy, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
+
+
+@dataclass(frozen=True)
+class LayerMethod:
+    """A method that rewrites layers: its name in a checkpoint's history, the file of its document, the function that
+    does a job, and sentences on the layers' errors, on what was done, and on what else to try."""
+
+    noun: str
+    file: str
+    run: Callable[..., None]
+    report: type[LayerReport] | type[BlockReport]
+    errors: str
+    done: str
+    advice: str
+
+
+METHODS = {
+    ALIGN: LayerMethod(
+        "alignment",
+        ALIGNMENT,
+        align,
+        LayerReport,
+        "errors: squared, on held-out tokens, in % of the squared values aimed at; reads: q, k, v; gate, up. writes: o;"
+        " down; they aim at the dense model's stream",
+        "**Alignment.** The projections of layers {} were solved anew by least squares, towards {} (`align`).",
+        "align on more data, or on data like those that the model is for",
+    ),
+    BLOCKS: LayerMethod(
+        "distillation",
+        DISTILLATION,
+        distill,
+        BlockReport,
+        "block error: error of the block's output on held-out windows, as % of what the dense block adds",
+        "**Retraining.** Layers {} were distilled block by block from {} (`blocks`).",
+        "train with a lower --lr or on other data",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class WindowData(Record):
+    """The data, and the numbers of windows to learn from and held out."""
+
+    file: str
+    sha256: str
+    samples: int
+    heldout: int
+    seq_len: int
+
+
+@dataclass(frozen=True)
+class SpdBlock(Record):
+    """A block as ``ladderize spd`` measured it, and if it was dropped."""
+
+    block: int
+    sensitivity: float
+    dropped: bool
+
+
+@dataclass(frozen=True)
+class LayersDocument(Record):
+    """The content of alignment.json and distillation.json; docs/files.md explains the keys."""
+
+    LEFT_OUT: ClassVar = ("spd",)
+
+    method: str
+    model: str
+    teacher: str
+    out: str
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+    fingerprints: dict[str, str]
+    data: WindowData
+    options: dict[str, Any]
+    dtype: str
+    heldout_perplexity: dict[str, Perplexity]
+    heldout_divergence: dict[str, float]
+    layers: list[LayerReport] | list[BlockReport]
+    spd: list[SpdBlock] | None = None
+
+    def measured_rows(self) -> list[dict[str, str]]:
+        return [
+            {
+                "held out": name,
+                "perplexity": f"{value.perplexity:.4f}",
+                "stderr": "" if value.stderr is None else f"{value.stderr:.4f}",
+                "KL to dense": f"{self.heldout_divergence[name]:.4f}" if name in self.heldout_divergence else "",
+            }
+            for name, value in self.heldout_perplexity.items()
+        ]
+
+    @property
+    def target(self) -> str:
+        """The dense model's perplexity and the recovered share of the loss, in words."""
+        return target_text(*(self.heldout_perplexity[name].perplexity for name in ("before", "after", "dense")))
+
+    def note(self) -> str:
+        """Return paragraphs for the model card that say what was done, and the held-out perplexities."""
+        layers = format_ranges([report.layer for report in self.layers])
+        steps = ", ".join(f"{value.perplexity:.4f} ({name})" for name, value in self.heldout_perplexity.items())
+        return (
+            f"{METHODS[self.method].done.format(layers, code_span(self.teacher))}\n\n"
+            f"**Measured.** Perplexity on {self.data.heldout} held-out windows of {self.data.seq_len} tokens of"
+            f" {code_span(self.data.file)}: {steps}."
+        )
+
 
 COMMAND = "adapt --method align or blocks, or spd"  # whose unfinished work lies beside OUT
 
 
 @dataclass(frozen=True)
 class LayerTask:
-    """A run that rewrites layers of ``model`` after the dense ``teacher``, both opened and checked, with its data and
-    the method's options."""
+    """A run that rewrites layers of ``model`` after the dense ``teacher``, both opened and checked."""
 
     model: str
     teacher: str
@@ -69,8 +177,7 @@ class LayerTask:
 
     def once(self, identity: Mapping[str, Any], make: Callable[[Path], LayersDocument | None]) -> LayersDocument | None:
         """Return what ``make`` returns of a folder for unfinished work, or the document of the run with this identity
-        that wrote OUT before; None on other ranks than 0. Raises UserError where the folder holds work of another run,
-        or OUT may not be written."""
+        that wrote OUT before; None on other ranks than 0."""
         out, folder, file = resolved(self.out), work_folder(self.out), self.method.file
         if self.ranks.is_main:
             output.clean_up(out)  # a killed swap may have set OUT aside
@@ -89,17 +196,9 @@ class LayerTask:
 
 
 def open_layer_task(
-    model: str,
-    out: str,
-    teacher: str,
-    options: WindowOptions,
-    console: Console,
-    *,
-    overwrite: bool,
-    verify: bool,
+    model: str, out: str, teacher: str, options: WindowOptions, console: Console, *, overwrite: bool, verify: bool
 ) -> LayerTask:
-    """Return the task with its data read. All ranks call it. Raises UserError for models that are not a pair, and for
-    an OUT that may not be written."""
+    """Return the task with its data read. Raises UserError for models that are no pair, or an OUT that must stay."""
     data_files(options.data)  # raises UserError where they are missing
     ranks = join_ranks(options.device)
     source, dense = open_checkpoint(model), open_checkpoint(teacher)
@@ -138,12 +237,12 @@ def adapt_layers(
     # a fingerprint tells no layout, and the data's not which rows are read
     target = {"method": options.method, "layout": str(layout), "layers": list(layers), "spare": options.spare}
     identity = {**target, **task.fingerprints(), **task.about()}
-    return task.once(identity, lambda folder: rewrite_layers(task, LayerFiles(folder), layout, layers, identity))
+    return task.once(identity, lambda folder: rewrite_layers(task, folder, layout, layers, identity))
 
 
 def rewrite_layers(
     task: LayerTask,
-    files: LayerFiles,
+    folder: Path,
     layout: Layout,
     layers: tuple[int, ...],
     identity: Mapping[str, Any],
@@ -152,27 +251,25 @@ def rewrite_layers(
     blocks: list[SpdBlock] | None = None,
     extra_files: Mapping[str, str] | None = None,
 ) -> LayersDocument | None:
-    """Rewrite layers for a layout, measure the model on held-out windows, and write OUT, with heads and neurons
-    assigned, further files, and what is known of SPD blocks. All ranks call it. Returns the document; None on other
-    ranks than 0."""
+    """Rewrite layers for a layout, measure the model on held-out windows, and write OUT. All ranks call it. Returns the
+    document; None on other ranks than 0."""
+    files, method, about = LayerFiles(folder), task.method, task.about()
     students = assignment_of(task.converted.checkpoint) if assignment is None else assignment
     weights = partial(assigned_weights, task.converted, assignment, as_stored=True)
     dense_weights = partial(assigned_weights, task.dense, students, as_stored=True)
     models = task.dense, task.converted, layout, layers, weights, dense_weights
     job = LayerJob(*models, task.windows, task.ranks, files, task.console)
-    task.method.run(job, task.options)
+    method.run(job, task.options)
     task.ranks.barrier()
     perplexity, divergence = measured(job, assignment)
     if not task.ranks.is_main:
         return None
     if task.options.write == "best":
         before, after = divergence["before"], divergence["after"]
-        advice, noun = task.method.advice, task.method.noun
-        check_improved("KL", before, after, work=files.folder, advice=advice, method=noun)
+        check_improved("KL", before, after, work=folder, advice=method.advice, method=method.noun)
     elif perplexity["after"].perplexity > perplexity["before"].perplexity:
-        task.console.warn(f"the held-out perplexity rose: {task.method.advice}")
-    reports: Any = [files.report(task.method.report, layer) for layer in layers]
-    about = task.about()
+        task.console.warn(f"the held-out perplexity rose: {method.advice}")
+    reports: Any = [files.report(method.report, layer) for layer in layers]
     document = LayersDocument(
         method=task.options.method,
         model=task.model,
@@ -194,19 +291,12 @@ def rewrite_layers(
     changes = Changes(
         assignment=assignment,
         replace=files.tensors(layers),
-        record={task.method.noun: record},
-        extra_files={**(extra_files or {}), task.method.file: text},
+        record={method.noun: record},
+        extra_files={**(extra_files or {}), method.file: text},
         note=document.note(),
     )
-    convert_checkpoint(
-        task.model,
-        task.out,
-        Recipe() if blocks is None else Recipe.from_layout(layout),
-        changes,
-        overwrite=task.overwrite,
-        verify=task.verify,
-        console=task.console,
-    )
+    overwrite, verify = task.overwrite, task.verify
+    convert_checkpoint(task.model, task.out, layout, changes, overwrite=overwrite, verify=verify, console=task.console)
     return document
 
 

@@ -30,10 +30,8 @@ Batches = Iterable[tuple[Sequence[Tensor], Tensor]]
 
 @dataclass(frozen=True)
 class ProjectionReport(Record):
-    """The result for one projection. Errors are squared, on held-out tokens, as a share of the squared targets.
-
-    ridge: the one chosen; None: the old weights were kept, since no ridge lowered the error.
-    """
+    """The result for one projection. Errors are squared, on held-out tokens, as a share of the squared targets. Without
+    a ridge the old weights were kept, since none lowered the error."""
 
     projection: str  # such as self_attn.q_proj
     ridge: float | None
@@ -42,8 +40,7 @@ class ProjectionReport(Record):
 
 
 def affine(projections: Sequence[nn.Linear], rank: int = 0, ranks: int = 1) -> Tensor:
-    """Return the rows that one of ``ranks`` has of each projection, one after another: float32 [outputs, width], with
-    biases as a last column where there are any."""
+    """Return the rows that one of ``ranks`` has of each projection: float32 [outputs, width], biases a last column."""
     rows = []
     for projection in projections:
         columns = [projection.weight] if projection.bias is None else [projection.weight, projection.bias[:, None]]
@@ -52,8 +49,7 @@ def affine(projections: Sequence[nn.Linear], rank: int = 0, ranks: int = 1) -> T
 
 
 def with_ones(inputs: Tensor, projection: nn.Linear) -> Tensor:
-    """Return the inputs [..., width] as float32 [tokens, width], with a column of ones where the projection has a
-    bias."""
+    """Return the inputs [..., width] as float32 [tokens, width], with a column of ones where there is a bias."""
     flat = inputs.flatten(0, -2).float()
     return flat if projection.bias is None else torch.cat([flat, flat.new_ones(len(flat), 1)], 1)
 
@@ -70,11 +66,7 @@ def mirrored(gram: Tensor) -> Tensor:
 
 class RankRows:
     """The rows W_0 [outputs, width] that one virtual rank has of some projections, with sums of products over tokens in
-    float32: sum x x^T and sum y x^T.
-
-    readout: targets are ``readout`` times the y that are added, as inputs of the dense model's projections; None:
-    targets are the y.
-    """
+    float32: sum x x^T and sum y x^T. Targets are ``readout`` times the y, if there is one, else the y."""
 
     def __init__(self, prior: Tensor, readout: Tensor | None = None) -> None:
         self.prior, self.readout = prior, readout
@@ -83,7 +75,6 @@ class RankRows:
         self.cross = torch.zeros(len(prior) if readout is None else readout.shape[1], width, device=device)
 
     def add(self, inputs: Tensor, values: Tensor) -> None:
-        """Add tokens: inputs x, [tokens, width], and values y of each, float32."""
         add_gram(self.gram, inputs)
         self.cross.addmm_(values.T, inputs)
 
@@ -117,10 +108,7 @@ class HeldoutErrors:
     """The squared errors of any rows [outputs, width] on held-out tokens, from sums over these in float32.
 
     With D = W - W_0 and e = W_0 x - y it is sum |W x - y|^2 = sum |e|^2 + 2 <D, sum e x^T> + <D sum x x^T, D>: tokens
-    are computed once, however many ridges are tried.
-
-    prior: W_0.
-    sizes: rows of each projection.
+    are computed once, however many ridges are tried. sizes: rows of each projection.
     """
 
     def __init__(self, prior: Tensor, sizes: Sequence[int]) -> None:
@@ -131,7 +119,6 @@ class HeldoutErrors:
         self.before, self.power = torch.zeros(2, len(sizes), dtype=torch.float64, device=device)
 
     def add(self, inputs: Tensor, targets: Tensor) -> None:
-        """Add tokens: inputs x, [tokens, width], and targets y, [tokens, outputs], float32."""
         errors = linear(inputs, self.prior) - targets
         add_gram(self.gram, inputs)
         self.slope.addmm_(errors.T, inputs)
@@ -164,10 +151,7 @@ def refit(
 ) -> list[ProjectionReport]:
     """Solve the projections anew in place; each keeps its old weights unless its error on held-out tokens falls.
 
-    virtual: the rows of each virtual rank.
-    heldout: the ranks hold different tokens.
-    ridges: the strongest first; a weaker one must gain ``WORTH_LESS_RIDGE`` more, and ``FITS_NOISE`` ends the trials.
-    stored: the dtypes that the tensors of ``names`` are rounded to.
+    virtual: the rows of each virtual rank. ridges: the strongest first. stored: the dtypes that tensors are rounded to.
     """
     sizes = [projection.out_features // len(virtual) for projection in projections]
     errors = [HeldoutErrors(rows.prior, sizes) for rows in virtual]

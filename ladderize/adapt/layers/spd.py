@@ -10,10 +10,8 @@ from pathlib import Path
 from torch import Tensor
 
 from ladderize.adapt.layers.assign import assign_layers
-from ladderize.adapt.layers.document import LayersDocument, SpdBlock
-from ladderize.adapt.layers.layer_files import LayerFiles
 from ladderize.adapt.layers.options import SensitivityOptions, SpdOptions, layers_to_rewrite
-from ladderize.adapt.layers.rewrite import LayerTask, open_layer_task, rewrite_layers
+from ladderize.adapt.layers.rewrite import LayersDocument, LayerTask, SpdBlock, open_layer_task, rewrite_layers
 from ladderize.adapt.layers.sensitivity import write_sensitivity
 from ladderize.adapt.layers.windows import Windows
 from ladderize.checkpoint.opening import open_checkpoint
@@ -30,8 +28,7 @@ CALIBRATION = 128  # windows for sensitivity, the paper's
 
 def spd(options: SpdOptions, *, console: Console = SILENT) -> LayersDocument | None:
     """Make the SPD checkpoint ``options.out`` of a dense model. Returns the document of its repair; None on other ranks
-    than 0. A work folder keeps every step until OUT is written, so a killed run resumes. Several processes (accelerate
-    launch, torchrun) share the work, and rank 0 writes. Raises UserError."""
+    than 0. Several processes (accelerate launch, torchrun) share the work; rank 0 writes. A killed run resumes."""
     model, size = options.model, options.sync_tp_size
     checkpoint = open_checkpoint(model)
     dense = Layout.from_config(checkpoint.config)
@@ -40,15 +37,8 @@ def spd(options: SpdOptions, *, console: Console = SILENT) -> LayersDocument | N
             f"{model} is not dense ({dense}); only a dense model has sync points to drop by their sensitivity"
         )
     check_split(checkpoint.config, size, name="--sync-tp-size")
-    task = open_layer_task(
-        model,
-        options.out,
-        model,
-        options.blockwise,
-        console,
-        overwrite=options.overwrite,
-        verify=options.verify,
-    )
+    blockwise, overwrite, verify = options.blockwise, options.overwrite, options.verify
+    task = open_layer_task(model, options.out, model, blockwise, console, overwrite=overwrite, verify=verify)
     asked = {name: getattr(options, name) for name in ("sync_tp_size", "spd_fraction", "repair", "assign")}
     identity = {"method": "spd", **task.fingerprints(), **task.about(), **asked}
     windows, task = task.windows, with_repair(task, options)
@@ -62,7 +52,7 @@ def spd(options: SpdOptions, *, console: Console = SILENT) -> LayersDocument | N
         layout = Layout.from_layers(dense.num_layers, spd=dropped, sync_tp_size=size)
         return rewrite_layers(
             task,
-            LayerFiles(folder),
+            folder,
             layout,
             layers_to_rewrite(task.options, layout),
             identity,

@@ -1,9 +1,5 @@
-"""Windows of token ids, made from the rows that retraining reads.
-
-Rows become ids as in retraining (chat templates, EOS after each text), but whole. The ids of all rows are joined in
-order and cut into windows of ``seq_len``; windows drawn at random train or are held out. Every token counts: a loss
-mask is about the loss on the text, which is not taken here.
-"""
+"""Windows of token ids from the rows that retraining reads (chat templates, EOS after each text), whole and joined.
+Every token counts: a loss mask is about the loss on the text, which is not taken here."""
 
 import sys
 from dataclasses import dataclass
@@ -13,14 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.data.examples import EncodedRow, Encoder
-from ladderize.adapt.data.sources import open_rows
-from ladderize.adapt.data.training_data import ROWS_AT_ONCE, drawn_numbers, usual_heldout
+from ladderize.adapt.examples import EncodedRow, Encoder
 from ladderize.adapt.layers.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, LEAST_WINDOWS_HELDOUT, WindowOptions
+from ladderize.adapt.training_data import ROWS_AT_ONCE, drawn_numbers, open_rows, usual_heldout
 from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console
-from ladderize.data.formats import tell_left_out
+from ladderize.data.rows import tell_left_out
 from ladderize.data.windows import default_seq_len, draw_windows, needs_tokenizer
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
@@ -45,7 +40,7 @@ class Windows:
 
 def training_windows(checkpoint: Checkpoint, options: WindowOptions, console: Console = SILENT) -> Windows:
     """Return full windows for training and others that are held out, drawn with ``options.seed``. To align, no more
-    rows are read than its tokens need. Raises UserError where the data give too few."""
+    rows are read than its tokens need."""
     positions, tokens = most_positions(checkpoint.config), options.least_tokens(checkpoint.config)
     enough = None
     if tokens is not None:
@@ -95,10 +90,9 @@ def read_rows(
     seed: int = 0,
     spare: int | None = 0,
 ) -> list[np.ndarray]:
-    """Return the ids of rows of files, int64 [tokens] each; a warning tells of rows that are left out. It stops after
-    ``enough`` tokens, in an order drawn with ``seed`` in which rows that a retraining with this seed holds out come
-    last; None: all rows, in their order. ``spare`` usable rows at the end of that order are left out; None: as many as
-    a retraining holds out by default."""
+    """Return the ids of rows of files, int64 [tokens] each. It stops after ``enough`` tokens, in an order drawn with
+    ``seed`` in which rows that a retraining with this seed holds out come last; None: all rows, in their order.
+    ``spare`` usable rows at the end of that order are left out; None: as many as a retraining holds out by default."""
     tokenizer = load_tokenizer(checkpoint.folder) if needs_tokenizer(name) else None
     encoder = Encoder(tokenizer, sys.maxsize, checkpoint.config["vocab_size"], f"--data {name}")
     rows = open_rows(name)

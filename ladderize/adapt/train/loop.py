@@ -1,6 +1,5 @@
 """The training loop, on ``accelerate.Accelerator``.
 
-A step reads ``batch_size`` packed rows, the same for any number of ranks. Each rank computes its part in micro-batches.
 Sums of losses are divided by the scored tokens of the whole step, so a step is the same however it is split. Step and
 rank seed the random numbers (LoRA's dropout), and the seed decides the order of rows. So a resumed run makes the steps
 of the uninterrupted run, bit for bit on a CPU.
@@ -24,10 +23,10 @@ import torch
 from accelerate import DistributedType
 from torch import Tensor
 
-from ladderize.adapt.data.packing import IGNORED_TARGET, collate
 from ladderize.adapt.train.pace import Pace
 from ladderize.adapt.train.states import Progress, Scores, TrainingFolder
 from ladderize.adapt.train.training_model import TrainingModel
+from ladderize.adapt.training_data import IGNORED_TARGET, collate
 from ladderize.boundary import handled
 from ladderize.console import Console
 from ladderize.errors import UserError
@@ -47,13 +46,8 @@ HostBatch = Mapping[str, Tensor]  # of ``collate``
 @contextmanager
 def stop_signals(*, announce: bool) -> Iterator[Callable[[], bool]]:
     """Let SIGTERM and the first Ctrl-C ask to stop after the current step; yields a function that says whether one
-    came.
-
-    A second Ctrl-C interrupts. A terminal sends Ctrl-C to all processes: a rank that ladderize has started leaves it to
-    the process that started it, which passes it on as SIGTERM.
-
-    announce: say on stderr that the signal was understood.
-    """
+    came. A second Ctrl-C interrupts. A terminal sends Ctrl-C to all processes: a rank that ladderize has started leaves
+    it to the process that started it, which passes it on as SIGTERM."""
     received: list[float] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -83,9 +77,8 @@ def row_order(rows: int, seed: int, first: int = 0) -> Iterator[int]:
 
 
 def micro_batches(rows: Any, pace: Pace, model: TrainingModel, first: int) -> Iterator[HostBatch]:
-    """Yield this rank's micro-batches, from row ``first`` of the training on. Ranks of different data take
-    turns. A stream is read by each of them from its beginning on: Accelerate would give each one files of its
-    own, in another order than one process reads. rows: as ``open_data`` returns them."""
+    """Yield this rank's micro-batches, from row ``first`` of the training on. Ranks of different data take turns. A
+    stream is read by each of them from its beginning on: Accelerate would give each one files of its own."""
     numbered = hasattr(rows, "__len__")
     rest: Iterator[Any] = row_order(len(rows), pace.options.seed, first) if numbered else iter(rows.skip(first))
     for turn in itertools.count():
@@ -232,8 +225,7 @@ class Loop:
         }
 
     def check(self, loss: float, norm: float) -> None:
-        """Raise UserError, before the update, where the loss or its gradient is NaN or infinite, or the loss has
-        exploded."""
+        """Raise UserError, before the update, where loss or gradient is NaN or infinite, or the loss has exploded."""
         step, recent = self.progress.step + 1, self.progress.recent
         last, before = [*recent, loss][-EXPLOSIONS:], recent[:-EXPLOSIONS]
         median = statistics.median(before) if len(before) >= 10 else math.inf
@@ -276,8 +268,7 @@ class Loop:
             self.console.note(f"step {progress.step}: {text} after {progress.tokens:,} tokens")
 
     def validate(self, advance: Callable[[int], None]) -> Scores:
-        """Score the held-out rows with the weights as OUT would hold them, record the scores, and keep the best
-        weights. advance: is called with the number of rows scored."""
+        """Score the held-out rows with the weights as OUT would hold them, record that, and keep the best weights."""
         progress, objective = self.progress, self.objective
         with self.model.evaluating(self.stored):
             progress.last = scores = self.score(advance)
@@ -309,10 +300,8 @@ class Loop:
         return Scores(entropy / scored, divergence / scored, round(scored))
 
     def heldout_batches(self, advance: Callable[[int], None]) -> Iterator[Batch]:
-        """Yield a rank's part of the held-out rows in micro-batches, the same number on every rank.
-
-        FSDP gathers parameters in every forward pass, so a rank with no rows left takes part with an empty micro-batch.
-        """
+        """Yield a rank's part of the held-out rows in micro-batches, the same number on every rank: FSDP gathers
+        parameters in every forward pass, so a rank with no rows left takes part with an empty one."""
         size, model = self.pace.micro_batch_size, self.model
         for start in range(0, len(self.heldout), size * model.data_size):
             begin = start + model.data_rank * size

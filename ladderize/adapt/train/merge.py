@@ -1,8 +1,5 @@
-"""``ladderize merge``: make an ordinary checkpoint of a LoRA adapter and the checkpoint that it was trained on.
-
-PEFT decides on a model without values what is adapted, and computes each module that is: neither the adapter nor the
-base is in memory as a whole.
-"""
+"""``ladderize merge``: make an ordinary checkpoint of a LoRA adapter and its base. PEFT decides on a model without
+values what is adapted, and computes each module that is: neither of the two is in memory as a whole."""
 
 import contextlib
 import copy
@@ -27,8 +24,7 @@ from ladderize.adapt.lora import (
     AdapterBase,
     read_adapter_config,
 )
-from ladderize.adapt.methods import METRICS
-from ladderize.adapt.options import MergeOptions
+from ladderize.adapt.options import METRICS, MergeOptions
 from ladderize.adapt.train.outcome import Adaptation
 from ladderize.checkpoint.config import EMBEDDING, HEAD, expected_tensors, is_tied
 from ladderize.checkpoint.opening import have_same_values, open_checkpoint
@@ -58,9 +54,8 @@ TOKENIZER_FILES = (
 
 
 def merge(options: MergeOptions, *, console: Console = SILENT) -> ConversionReport:
-    """Write ``options.out``: the adapter's base with the adapter merged into it by PEFT. Returns a report. One
-    module is in memory at a time, in float32 (or float64, if stored so). Changed weights are rounded once, to
-    their stored dtype; until OUT is written they lie beside it a second time."""
+    """Write ``options.out``: the adapter's base with the adapter merged into it by PEFT. One module is in memory at a
+    time, in float32 (or float64, if stored so). Changed weights are rounded once, to their stored dtype."""
     folder, out = Path(options.adapter).expanduser(), resolved(options.out, "OUT ")
     output.clean_up(out)
     document = check_adapter(folder)
@@ -92,20 +87,12 @@ def merge(options: MergeOptions, *, console: Console = SILENT) -> ConversionRepo
         changes = Changes(
             replace=tensors, config=config, record={"merged_adapter": record}, extra_files=files, note=note
         )
-        return convert_checkpoint(
-            base,
-            out,
-            Recipe(),
-            changes,
-            overwrite=options.overwrite,
-            verify=options.verify,
-            console=console,
-        )
+        overwrite, verify = options.overwrite, options.verify
+        return convert_checkpoint(base, out, Recipe(), changes, overwrite=overwrite, verify=verify, console=console)
 
 
 def open_named_base(folder: Path, trained: AdapterBase | None) -> tuple[str, Checkpoint]:
-    """Return name and checkpoint of the base that an adapter names; raises UserError where it cannot be opened.
-    trained: what adaptation.json says of it. Other tools leave its name in adapter_config.json."""
+    """Return name and checkpoint of the base that adaptation.json (``trained``), or adapter_config.json names."""
     config = read_json(folder / ADAPTER_CONFIG)
     name = trained.model if trained else config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name.strip():
@@ -121,8 +108,7 @@ def open_named_base(folder: Path, trained: AdapterBase | None) -> tuple[str, Che
 
 
 def check_adapter(folder: Path) -> dict[str, Any]:
-    """Return an adapter's adaptation.json, or {}. Raises UserError for an adapter that PEFT cannot read safely or
-    correctly."""
+    """Return an adapter's adaptation.json, or {}; UserError where PEFT cannot read it safely or correctly."""
     path, config = folder / ADAPTER_CONFIG, read_adapter_config(folder)
     check_entries(folder)
     if config.get("peft_type") != "LORA":
@@ -154,15 +140,13 @@ def texts(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 @dataclass
 class AdaptedModel:
-    """A base with the adapter in ``folder``. First what PEFT changes, then tensors by name.
+    """A base with the adapter in ``folder``.
 
-    config: the adapter's, with the names of its targets.
-    shapes: of the tensors of the adapter, by PEFT's names in files.
+    shapes, tensors: of the adapter, by PEFT's names in files.
     lora: the modules with LoRA, without values.
     saved: the modules that the adapter replaces.
     tokens: the modules of which it replaces rows: the rows, and the name of the tensor that holds them.
     vocab_size: the rows of both ends; the adapter may hold more than the base has.
-    tensors: the adapter's, by PEFT's names in files.
     stored: the base's tensors by name; a tied LM head is one of them.
     sources: the same, or what the adapter holds in their stead.
     ends_are_one: PEFT trained both ends of a tied model as one.
@@ -190,9 +174,8 @@ class AdaptedModel:
 def write_merged(
     folder: Path, base: Checkpoint, name: str, scratch: Path
 ) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
-    """Write the tensors that merging changes into ``scratch``, each rounded once to its stored dtype and in a
-    file of its own; return them, and the keys of config.json that change. folder: the adapter's. name: the
-    base's, for messages."""
+    """Write the tensors that merging changes into ``scratch``, each in a file of its own; return them, and the keys of
+    config.json that change."""
     changed: dict[str, TensorInfo] = {}
     with peft_errors(folder, name), torch.no_grad():
         model = adapted_model(folder, base)
@@ -235,8 +218,7 @@ def peft_errors(folder: Path, name: str) -> Iterator[None]:
 
 
 def adapted_model(folder: Path, base: Checkpoint) -> AdaptedModel:
-    """Return the base with the adapter, of which no tensor is missing or left over; raises UserError where they do not
-    fit."""
+    """Return the base with the adapter, of which no tensor is missing or left over; UserError where they do not fit."""
     tensors = locate_tensors(folder / ADAPTER_TENSORS)
     # PEFT may store copies of a tensor. It loads the one with the plain name, which is the shortest.
     whole = {plain_name(key): tensors[key] for key in sorted(tensors, key=len, reverse=True)}

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 from safetensors.torch import load_file
 
 from ladderize.adapt.lora import ADAPTATION, AdapterBase, not_an_adapter, write_adapter
-from ladderize.adapt.methods import METRICS
-from ladderize.adapt.options import Objective
+from ladderize.adapt.options import METRICS, Objective
 from ladderize.adapt.teacher import check_improved, target_text
 from ladderize.adapt.train.states import Progress, TrainingFolder, read_metrics
 from ladderize.adapt.train.task import Task
@@ -79,8 +78,7 @@ class Adaptation(Record):
 
 
 def check_out(task: Task) -> None:
-    """Raise UserError unless the task may write its ``out``, which must be none of its sources, and a folder of answers
-    apart from all of these."""
+    """Raise UserError unless the task may write its ``out``, and a folder of answers apart from that and sources."""
     options, foreign = task.options, not_an_adapter if task.is_lora else output.not_a_checkpoint
     sources = [task.checkpoint] if task.teacher is None else [task.checkpoint, task.teacher]
     for source in sources:
@@ -100,8 +98,7 @@ def check_unchanged(model: str, task: Task, progress: Progress, work: TrainingFo
 
 
 def chosen_step(task: Task, progress: Progress, work: TrainingFolder) -> int:
-    """Return the step whose weights become OUT. Raises UserError where training never lowered the held-out criterion,
-    unless the last weights were asked for."""
+    """Return the step whose weights become OUT; UserError where none lowered the held-out criterion."""
     objective = task.options.objective
     if task.options.write == "last" or progress.before is None or progress.last is None:
         return progress.step
@@ -157,17 +154,11 @@ def write_outcome(
     )
     weights, document = work.weights(chosen), {**adaptation.to_dict(), RUN_SHA256: digest}
     files = {ADAPTATION: to_json(document) + "\n", METRICS: work.metrics.read_text()}
+    overwrite, verify = options.overwrite, options.verify
     if adaptation.base is not None:
-        tensors = load_file(weights)
-        write_adapter(task.out, task.lora, tensors, adaptation.base, files, overwrite=options.overwrite)
-        return adaptation
-    convert_checkpoint(
-        task.model,
-        str(options.out),
-        Recipe(),
-        overwrite=options.overwrite,
-        verify=options.verify,
-        console=console,
-        changes=Changes(replace=locate_tensors(weights), extra_files=files, note=adaptation.card_note()),
-    )
+        write_adapter(task.out, task.lora, load_file(weights), adaptation.base, files, overwrite=overwrite)
+    else:
+        changes = Changes(replace=locate_tensors(weights), extra_files=files, note=adaptation.card_note())
+        out = str(options.out)
+        convert_checkpoint(task.model, out, Recipe(), changes, overwrite=overwrite, verify=verify, console=console)
     return adaptation

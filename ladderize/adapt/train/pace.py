@@ -1,13 +1,11 @@
-"""The pace of a training: the rows of its steps, their number, and the learning rate, with the defaults that depend on
-the model."""
+"""The pace of a training: the rows and number of its steps, and the learning rate, with defaults for a model."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ladderize.adapt.methods import LORA
-from ladderize.adapt.options import AdaptOptions
+from ladderize.adapt.options import LORA, AdaptOptions
 from ladderize.checkpoint.config import most_positions
 from ladderize.data.windows import row_of_ids
 from ladderize.errors import UserError
@@ -43,8 +41,7 @@ class Pace:
 
     @classmethod
     def of(cls, options: AdaptOptions, config: Mapping[str, Any], ranks: int, accumulation: int = 1) -> "Pace":
-        """Return the pace of training a model. ranks: that read different data: all processes / ``tp_size``.
-        accumulation: Accelerate's steps of gradient accumulation; 1: the launcher was given none."""
+        """Return the pace of training a model. ranks: that read different data: all processes / ``tp_size``."""
         positions = most_positions(config)
         seq_len = options.seq_len or min(row_of_ids(options.data) or 2048, positions)
         if seq_len > positions:
@@ -107,17 +104,14 @@ class Pace:
         return min(1.0, tokens / (self.options.max_tokens or 1))
 
     def rate(self, step: int, share: float) -> float:
-        """Return the learning rate of step ``step`` (from 0): linear warm-up, then as ``lr_schedule`` says.
-
-        share: the share of the budget spent before it. A budget of tokens has no known number of steps, by which
-        transformers' schedules go.
-        """
+        """Return the learning rate of step ``step`` (from 0), before which this share of the budget was spent: a budget
+        of tokens has no known number of steps, by which transformers' schedules go."""
         decay = {"cosine": 0.5 * (1 + math.cos(math.pi * share)), "linear": 1 - share, "constant": 1.0}
         return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1)) * decay[self.options.lr_schedule]
 
     def validations(self, rows: int) -> tuple[int, int]:
-        """Return how many of the held-out ``rows`` are scored, and how often after steps. What was not asked
-        for takes at most a tenth of the time, if a row is scored as slowly as it is trained on."""
+        """Return how many of the held-out ``rows`` are scored, and how often. What was not asked for takes at most a
+        tenth of the time, if a row is scored as slowly as it is trained on."""
         options = self.options
         all_asked = options.heldout is not None or bool(options.eval_data)
         before = 1.5 if options.distill_from else 1.0  # validations before the first step: the dense model's, too

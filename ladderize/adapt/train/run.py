@@ -11,20 +11,18 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import get_available_trackers
 
-from ladderize.adapt.data.training_data import open_data
 from ladderize.adapt.layers.options import AlignOptions, start_tokens
 from ladderize.adapt.layers.rewrite import adapt_layers
 from ladderize.adapt.lora import ADAPTATION
-from ladderize.adapt.methods import FULL, LORA
-from ladderize.adapt.options import AdaptOptions
+from ladderize.adapt.options import FULL, LORA, AdaptOptions
 from ladderize.adapt.train.loop import Loop
 from ladderize.adapt.train.outcome import Adaptation, check_out, check_unchanged, chosen_step, write_outcome
 from ladderize.adapt.train.states import STATES, TRAINING_COMMAND, TrainingFolder
-from ladderize.adapt.train.student import make_student, make_teacher, open_model
 from ladderize.adapt.train.task import Launch, Task, open_task, sharding_asked
 from ladderize.adapt.train.teacher_cache import with_answers
 from ladderize.adapt.train.tensor_parallel import build_tensor_parallel
-from ladderize.adapt.train.training_model import HFTraining, TrainingModel
+from ladderize.adapt.train.training_model import HFTraining, TrainingModel, make_student, make_teacher, open_model
+from ladderize.adapt.training_data import open_data
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console, human_count
@@ -48,8 +46,7 @@ def adapt_checkpoint(options: AdaptOptions, *, console: Console = SILENT) -> Ada
     """Retrain ``options.model`` as a whole and write ``options.out``: a checkpoint, or with method ``lora`` an adapter.
 
     Returns the document of adaptation.json; None on other ranks than 0. The processes are those of accelerate launch or
-    torchrun. Without such a launcher, an ``options.tp_size`` above 1 starts that many on this host; they end with this
-    one, and SIGTERM and Ctrl-C let them save first. A killed run resumes from its last saved state.
+    torchrun; without such a launcher ``options.tp_size`` are started here. A killed run resumes from its last state.
     """
     if options.method not in (FULL, LORA) or options.out is None:
         raise UsageError(f"--method {options.method} is not a training, or OUT is missing; see adapt_layers")
@@ -93,8 +90,7 @@ def retrain(ranks: Ranks, options: AdaptOptions, console: Console) -> Adaptation
 
 
 def open_accelerator(options: AdaptOptions, precision: str | None = None) -> Accelerator:
-    """Return an Accelerator as the launcher's environment configures it. precision: the mixed precision; None:
-    the launcher's."""
+    """Return an Accelerator as the launcher's environment configures it."""
     avoid_cudnn_attention()
     return Accelerator(
         cpu=options.device == "cpu",
@@ -182,8 +178,8 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) 
 
 
 def align_first(task: Task, step: int, ranks: Ranks, console: Console) -> Task:
-    """Return the task from the aligned model on, whose checkpoint stays beside OUT: an adapter belongs to it.
-    step: that the training has reached: one that was begun belongs to the aligned checkpoint that is there."""
+    """Return the task from the aligned model on, whose checkpoint stays beside OUT: an adapter, or a training that has
+    reached a ``step``, belongs to it."""
     options, aligned = task.options, task.aligned
     assert options.distill_from is not None
     if ranks.broadcast(step > 0 and read_own(aligned / ALIGNMENT).get("model") == options.model):

@@ -1,9 +1,7 @@
-"""Unfinished training on disk: a folder for each saved step, which Accelerate fills, and the weights that may become
-OUT."""
+"""Unfinished training on disk: a folder for each saved step, and the weights that may become OUT."""
 
 import json
 import math
-import os
 import pickle
 import shutil
 from collections.abc import Mapping
@@ -13,15 +11,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from ladderize.adapt.methods import METRICS
-from ladderize.adapt.options import Objective
+from ladderize.adapt.options import METRICS, Objective
 from ladderize.adapt.train.training_model import TrainingModel
 from ladderize.checkpoint.tensors import write_tensors
 from ladderize.console import sentence, to_json
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
+from ladderize.files.output import fsync, fsync_tree
 from ladderize.files.records import Record
-from ladderize.files.temporaries import fsync, fsync_tree
 from ladderize.files.unfinished import Unfinished
 
 TRAINING_COMMAND = "adapt --method full or lora"
@@ -46,8 +43,7 @@ class Scores(Record):
         return math.exp(self.cross_entropy) if self.cross_entropy < 700 else math.inf
 
     def criterion(self, objective: Objective) -> float:
-        """Return the value by which the best weights are chosen: the lower the better, infinite where it is not a
-        number."""
+        """Return the value by which the best weights are chosen, the lowest; infinite where it is not a number."""
         value = objective.total(self.cross_entropy, self.divergence)
         return value if math.isfinite(value) else math.inf
 
@@ -109,8 +105,7 @@ class TrainingFolder(Unfinished):
         return int(states[-1].name[len("step-") :]) if states else None
 
     def save(self, progress: Progress, model: TrainingModel) -> None:
-        """Write this step's state, whole or not at all. All ranks call it. The last ``STATES_KEPT`` states and
-        the best weights are kept."""
+        """Write this step's state, whole or not at all; delete older ones and other weights. All ranks call it."""
         if self.at == progress.step:
             return  # while it is written again a killed run would lose it
         accelerator, path = model.accelerator, self.folder / f"step-{progress.step:08d}"
@@ -160,17 +155,15 @@ class TrainingFolder(Unfinished):
         return progress
 
     def save_weights(self, step: int, model: TrainingModel, stored: Mapping[str, torch.dtype]) -> None:
-        """Write the trained tensors in their ``stored`` dtypes, or float32, one after the other. They are
-        gathered from the ranks, so all ranks call it; the main one writes."""
+        """Write the trained tensors in their ``stored`` dtypes, or float32. All ranks call it, which have parts."""
         if not model.accelerator.is_main_process:
             for name in model.shapes:
                 model.whole(name)
             return
-        path = self.weights(step)
-        unfinished = path.with_name(path.name + ".part")
+        unfinished = self.weights(step).with_suffix(".part")
         infos = {name: (stored.get(name, torch.float32), shape) for name, shape in model.shapes.items()}
         write_tensors(unfinished, infos, lambda name: model.whole(name).to(infos[name][0]))
-        os.replace(unfinished, path)
+        unfinished.replace(self.weights(step))
 
 
 def read_metrics(path: Path, key: str) -> list[float]:

@@ -9,22 +9,24 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import parse_flag_from_env
 
 from ladderize.adapt.lora import lora_config
-from ladderize.adapt.methods import CONVERTED, LORA
-from ladderize.adapt.options import LORA_FIELDS, AdaptOptions
+from ladderize.adapt.options import CONVERTED, LORA, LORA_FIELDS, AdaptOptions
 from ladderize.adapt.teacher import check_pair
 from ladderize.adapt.train.pace import Pace
-from ladderize.adapt.train.student import trained_tensors
+from ladderize.adapt.train.states import STATE_BYTES, STATES_KEPT, WEIGHT_BYTES
+from ladderize.adapt.train.training_model import trained_tensors
 from ladderize.blocks import compute_dtype
-from ladderize.checkpoint.config import stored_dtype
+from ladderize.checkpoint.config import parameter_count, stored_dtype
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint, torch_dtype
 from ladderize.checkpoint.tensors import fingerprint
+from ladderize.console import human_bytes, human_count
 from ladderize.convert.inspection import read_retrainings
 from ladderize.data.files import source_identity
 from ladderize.errors import UserError
 from ladderize.files.regular import resolved
 from ladderize.layout import Layout, parse_ranges
 from ladderize.modeling import tokenizer_hash
+from ladderize.ranks.environment import launched
 from ladderize.runtime.shards import check_runnable
 from ladderize.runtime.training.model import check_trainable
 
@@ -38,12 +40,7 @@ FIXED = (
 
 @dataclass(frozen=True)
 class Launch:
-    """The launcher's decisions.
-
-    precision: Accelerate's mixed precision.
-    accumulation: its steps of gradient accumulation; 1: none were asked for.
-    sharded: by FSDP or DeepSpeed.
-    """
+    """The launcher's decisions: accumulation 1: no gradient accumulation; sharded: by FSDP or DeepSpeed."""
 
     processes: int = 1
     precision: str = "no"
@@ -66,10 +63,7 @@ def sharding_asked() -> bool:
 
 @dataclass(frozen=True)
 class Task:
-    """A retraining, checked but not loaded yet.
-
-    model: the checkpoint's name: that of the options, or the aligned one's.
-    """
+    """A retraining, checked but not loaded yet. model: the checkpoint's name: the options', or the aligned one's."""
 
     options: AdaptOptions
     launch: Launch
@@ -112,12 +106,8 @@ class Task:
 
     @property
     def lora(self) -> Any:
-        options = self.options
-        if not self.is_lora:
-            return None
-        return lora_config(
-            self.layers, options.lora_rank, options.lora_alpha, options.lora_dropout, options.lora_targets
-        )
+        rank, alpha, dropout, targets = (getattr(self.options, name) for name in LORA_FIELDS)
+        return lora_config(self.layers, rank, alpha, dropout, targets) if self.is_lora else None
 
     @property
     def resolved_options(self) -> dict[str, Any]:
@@ -184,3 +174,66 @@ def open_task(options: AdaptOptions, launch: Launch) -> Task:
         pace = pace.after_alignment(history[-1].left_by_alignment)
     compute = compute_dtype(dtype, stored_dtype(checkpoint))
     return Task(options, launch, model, checkpoint, teacher, layout, tuple(layers), pace, compute)
+
+
+FP32 = 4
+OTHER_BYTES = 500_000_000  # for the interpreter and the libraries, roughly
+
+
+def estimate(task: Task) -> dict[str, Any]:
+    """Return the document of --dry-run: roughly the memory of each process, and the disk space of unfinished work."""
+    config, options, pace = task.checkpoint.config, task.options, task.pace
+    compute, parameters, tensors = task.compute.itemsize, parameter_count(config), task.checkpoint.tensors
+    trained = sum(tensors[name].numel for name in task.trained)
+    if task.is_lora:
+        targets = tuple(f"{target}.weight" for target in options.lora_targets)
+        adapted = [name for name in trained_tensors(tensors, task.layers, False) if name.endswith(targets)]
+        trained = options.lora_rank * sum(sum(tensors[name].shape) for name in adapted)
+    frozen = parameters if task.is_lora else parameters - trained
+    is_sharded = task.launch.sharded
+    ranks = task.launch.processes if is_sharded else options.tp_size
+    # what is frozen is held once for both, but for what an alignment changes
+    of_teacher = parameters if is_sharded or (task.is_lora and options.align) else parameters - frozen
+    # of a token: what a layer keeps for its backward pass, as if in float32; and its logits, with their gradient
+    layer = FP32 * (12 * config["hidden_size"] + 4 * config["intermediate_size"] // options.tp_size)
+    kept = task.layout.num_layers * layer
+    if options.gradient_checkpointing:
+        kept = task.layout.num_layers * FP32 * config["hidden_size"] + layer
+    logits = (2 + 2 * (task.teacher is not None)) * compute * config["vocab_size"] // options.tp_size
+    memory = {
+        "weights": (trained * (FP32 + compute * (compute < FP32)) + frozen * compute) // ranks,
+        "gradients": trained * FP32 // ranks,
+        "moments": 2 * trained * FP32 // ranks,
+        "teacher": of_teacher * compute // ranks * task.loads_teacher,
+        "activations": pace.micro_batch_size * pace.seq_len * (kept + logits),
+        "other": OTHER_BYTES,
+    }
+    return {
+        "model": task.model,
+        "options": task.resolved_options,
+        "processes": task.launch.processes,
+        "parameters": parameters,
+        "trained_parameters": trained,
+        "memory_bytes": sum(memory.values()),
+        "memory_parts": memory,
+        # the kept states, the one being written, and the best weights
+        "state_bytes": trained * (STATE_BYTES * (STATES_KEPT + 1) + WEIGHT_BYTES),
+    }
+
+
+def estimate_training(options: AdaptOptions) -> tuple[dict[str, Any], str]:
+    """Return what ``adapt_checkpoint`` would take, as a document and in words."""
+    task = open_task(options, Launch(max(launched().size, options.tp_size), sharded=sharding_asked()))
+    document = estimate(task)
+    memory = ", ".join(f"{name} {human_bytes(value)}" for name, value in document["memory_parts"].items() if value)
+    trained, whole = human_count(document["trained_parameters"]), human_count(document["parameters"])
+    asking = ""
+    if options.teacher_cache is not None:
+        whole_bytes = human_bytes(document["parameters"] * task.compute.itemsize)
+        asking = f" Before, while the dense model answers, each process holds it whole ({whole_bytes})."
+    return document, (
+        f"{options.method}: {trained} of {whole} parameters in training, {task.pace.in_words}. Memory of each"
+        f" process ({task.launch.processes} in all): about {human_bytes(document['memory_bytes'])} ({memory}).{asking}"
+        f" Unfinished work takes {human_bytes(document['state_bytes'])} of the disk at most. The data were not"
+        " read, and no time is estimated."
+    )

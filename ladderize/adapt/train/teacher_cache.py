@@ -1,12 +1,9 @@
 """The dense model's answers on the rows of a retraining, kept in a folder, so that no training holds that model.
 
 A token's answer is the KEPT likeliest next tokens with their log-probabilities, and the probability of all others
-together (``teacher_from_answers`` in runtime/training/vocab_losses.py makes a teacher's logits of it).
-
-All that decides rows and answers names a subfolder, so that one folder serves trainings on other data, too. Rows are
-numbered in the order in which the first epoch reads them: a short training asks for few. A file holds the answers of
-PART_TOKENS tokens, and appears whole or not at all: a killed run goes on with the next file, and a longer training adds
-files. Of each row there is a hash beside its answers.
+together (``teacher_from_answers`` in runtime/training/vocab_losses.py makes a teacher's logits of it). All that decides
+rows and answers names a subfolder. Rows are numbered in the order of the first epoch: a short training asks for few,
+and a longer one adds files. Of each row there is a hash beside its answers.
 """
 
 import hashlib
@@ -24,13 +21,11 @@ from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ladderize.adapt.data.packing import collate
-from ladderize.adapt.data.training_data import ORDER
 from ladderize.adapt.train.loop import row_order
 from ladderize.adapt.train.pace import Pace
-from ladderize.adapt.train.student import make_teacher, open_model
 from ladderize.adapt.train.task import Task
-from ladderize.adapt.train.training_model import place_teacher
+from ladderize.adapt.train.training_model import make_teacher, open_model, place_teacher
+from ladderize.adapt.training_data import ORDER, collate
 from ladderize.blocks import LOGITS_AT_ONCE, check_finite
 from ladderize.checkpoint.tensors import write_tensors
 from ladderize.console import Console, sentence
@@ -70,8 +65,7 @@ class TeacherCache:
 
     @classmethod
     def make(cls, folder: str, identity: Mapping[str, Any]) -> "TeacherCache":
-        """Return the answers for a training, whose subfolder is made if it is not there. identity: the
-        task's."""
+        """Return the answers for a training of this identity, whose subfolder is made if it is not there."""
         rows_of_file = max(1, PART_TOKENS // identity["seq_len"])
         decides = {key: identity[key] for key in DECIDES}
         decides |= {"order": ORDER, "kept": KEPT, "rows_of_part": rows_of_file}
@@ -107,8 +101,7 @@ class TeacherCache:
         temporary.rename(path)
 
     def answered(self, kind: str, number: int, row: PackedRow) -> dict[str, Any]:
-        """Return a row with its answers, as ``collate`` takes them. number: of the row, in the order of the
-        first epoch."""
+        """Return a row with its answers, as ``collate`` takes them. number: in the order of the first epoch."""
         path, index = self.path(kind, number // self.rows_of_file), number % self.rows_of_file
         try:
             with safe_open(path, framework="pt") as file:
@@ -129,10 +122,7 @@ def row_hash(row: PackedRow) -> int:
 
 
 class AnsweredRows:
-    """The rows of a training (a ``datasets.Dataset``) with the dense model's answers.
-
-    order: the numbers of the rows, in the order in which the first epoch reads them.
-    """
+    """The rows of a training (a ``datasets.Dataset``) with the dense model's answers. order: of the first epoch."""
 
     def __init__(self, rows: Any, order: Sequence[int], cache: TeacherCache) -> None:
         self.rows, self.cache, self.positions = rows, cache, np.argsort(order)
@@ -147,8 +137,7 @@ class AnsweredRows:
 @torch.no_grad()
 def answer(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the answers of tokens: the likeliest next tokens, int32 [tokens, kept], and logarithms, float16
-    [tokens, kept + 2]: of their probabilities, of the probability of all others together, and of the target's.
-    logits: [tokens, vocab]. targets: [tokens]."""
+    [tokens, kept + 2]: of their probabilities, of the probability of all others together, and of the target's."""
     logs = logits.float().log_softmax(-1)
     top = logs.topk(min(KEPT, logs.shape[1]), -1)
     rest = logs.scatter(1, top.indices, -math.inf).logsumexp(-1, keepdim=True)
@@ -176,9 +165,8 @@ def with_answers(
     ranks: Ranks,
     console: Console,
 ) -> tuple[AnsweredRows, list[dict[str, Any]]]:
-    """Return the rows to train on and those held out with the dense model's answers. All ranks call it. If some
-    answers are missing, each process loads the dense model and asks it for a share. identity: the task's; the
-    main process alone has it."""
+    """Return the rows to train on and those held out with the dense model's answers. If some are missing, each process
+    loads the dense model and asks it for a share. The main process alone has the task's ``identity``."""
     pace, device, dense = task.pace, accelerator.device, task.teacher
     order = [*islice(row_order(len(rows), pace.options.seed), len(rows))]
     cache, missing = None, []

@@ -1,8 +1,5 @@
-"""Training on the runtime's tensor-parallel model.
-
-Every rank holds its slices of the weights, their gradients and their optimizer state. The ranks of one group work on
-the same rows; groups are data parallel (DDP).
-"""
+"""Training on the runtime's tensor-parallel model. The ranks of a group work on the same rows, each with its slices;
+groups are data parallel (DDP)."""
 
 from pathlib import Path
 from typing import Any
@@ -29,10 +26,7 @@ from ladderize.runtime.training.weights import TrainedWeights, build_weights
 
 
 class TensorParallelTraining(TrainingModel):
-    """One rank of a student and its teacher, both computed by the runtime.
-
-    Accelerate prepares only the loader: every rank has its own parameters and moments.
-    """
+    """One rank of a student and its teacher, both computed by the runtime."""
 
     def __init__(
         self,
@@ -116,7 +110,7 @@ class TensorParallelTraining(TrainingModel):
 def build_tensor_parallel(
     task: Task, accelerator: Accelerator, ranks: Ranks, console: Console
 ) -> TensorParallelTraining:
-    """Join the ranks of a model, load it and its teacher, and make the optimizer. All ranks call it."""
+    """Join the ranks of a model, load it and its teacher, and make the optimizer."""
     options, schedule = task.options, Schedule(task.options.schedule)
     data, tensor = ranks.split(options.tp_size)
     tokens = task.pace.micro_batch_size * task.pace.seq_len

@@ -1,15 +1,16 @@
-"""A student with its teacher and its optimizer, as the loop uses them: losses, clipping, states, and whole trained
-tensors.
+"""Student, teacher and optimizer, as the loop uses them: here the Hugging Face model, which Accelerate prepares as its
+launcher was told (plain, DDP, FSDP2 or DeepSpeed); in ``tensor_parallel`` the runtime's.
 
-Here it is the Hugging Face model, which Accelerate prepares as its launcher was told: plain, DDP, FSDP2 or DeepSpeed.
-``tensor_parallel`` computes the same with the runtime's model.
+Trained parameters are fp32, since the optimizer's steps are lost in bfloat16's rounding; frozen ones have the compute
+dtype. The two losses, the cross-entropy on the text and the divergence from the dense teacher's predictions (Hinton et
+al., arXiv 1503.02531), are sums over scored tokens; the loop divides by their number in the whole step on all ranks.
 """
 
 import contextlib
 import copy
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,125 @@ from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 
-from ladderize.adapt.lora import PEFT_PREFIX
-from ladderize.adapt.train.student import ScoredLogits, Student
+from ladderize.adapt.lora import PEFT_PREFIX, add_adapters
+from ladderize.blocks import Blocks
+from ladderize.checkpoint.reading import Checkpoint
+from ladderize.families.registry import decoder_of
+from ladderize.layout import Layout
+from ladderize.modeling import ladderized_class
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.training.batch import Batch
-from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
+from ladderize.runtime.training.vocab_losses import LossModule, vocab_parallel_losses
+
+# transformers' sdpa under a name for which it makes no mask, and so never waits for the device to see if texts are
+# packed.
+SDPA_AS_TOLD = "sdpa_as_told"
+
+
+class ScoredLogits(nn.Module):
+    """A causal language model that computes logits only where a target is scored. Accelerate wraps this module, so
+    everything that reads parameters is within its ``forward``."""
+
+    def __init__(self, model: Any, compute: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.compute, self.config = model, compute, model.config
+        self.vocabulary = Collectives(), 0, int(model.config.vocab_size)
+        self.scale = decoder_of(model.config.to_dict()).logits_scale
+        # what Accelerate asks of a transformers model in order to shard it
+        self._no_split_modules = [type(model.model.layers[0]).__name__]
+        self.get_input_embeddings, self.get_output_embeddings = model.get_input_embeddings, model.get_output_embeddings
+        self.tie_weights = model.tie_weights
+
+    def scored_logits(self, batch: Batch) -> Tensor:
+        """Return the logits [scored tokens, vocab]."""
+        # ``use_cache=False`` and no mask: only so does transformers see from the positions where a packed text begins.
+        # It looks by waiting for the device, so it is told where that is possible.
+        rows: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+        if self.model.config._attn_implementation == SDPA_AS_TOLD:
+            rows["attention_mask"] = batch.additive_mask(self.compute)
+        hidden = self.model.model(**rows, use_cache=False).last_hidden_state
+        logits = self.model.lm_head(batch.scored_states(hidden))
+        return logits if self.scale == 1 else logits * self.scale
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.scored_logits(batch)
+
+
+class Student(LossModule, ScoredLogits):  # type: ignore[misc]
+    """The model in training, whose pass returns its losses."""
+
+
+# ---- the models ----
+
+
+def open_model(checkpoint: Checkpoint, layout: Layout, device: Any, dtype: torch.dtype) -> Any:
+    """Return the model of a checkpoint, of our own class even where it is dense. device: None leaves the weights to
+    Accelerate, which shards them."""
+    blocks = Blocks(checkpoint, torch.float32, torch.device("cpu"))
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = ladderized_class(blocks.family, "ForCausalLM").from_pretrained(
+            checkpoint.folder,
+            config=blocks.model_config(layout),
+            dtype=dtype,
+            use_safetensors=True,
+            attn_implementation="sdpa",
+            device_map=None if device is None else {"": device},
+        )
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
+    if not any(blocks.decoder.windows):  # masks of windows are left to transformers
+        ALL_ATTENTION_FUNCTIONS.register(SDPA_AS_TOLD, ALL_ATTENTION_FUNCTIONS["sdpa"])
+        model.config._attn_implementation = SDPA_AS_TOLD
+    return model
+
+
+def trained_tensors(names: Iterable[str], layers: Sequence[int], everything: bool) -> frozenset[str]:
+    """Return the names of the tensors that full retraining changes: those of ``layers``, or with ``everything`` all."""
+    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+    return frozenset(name for name in names if everything or name.startswith(prefixes))
+
+
+def make_student(
+    model: Any,
+    compute: torch.dtype,
+    *,
+    trained: frozenset[str] = frozenset(),
+    lora: Any = None,
+    seed: int = 0,
+    gradient_checkpointing: bool = False,
+) -> Student:
+    """Return the model in training. trained: tensors that change; with ``lora`` (a ``LoraConfig``) adapters do."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+        parameter.data = parameter.data.to(torch.float32 if name in trained else compute)
+    if lora is not None:
+        add_adapters(model, lora, seed)  # in place
+    if gradient_checkpointing:
+        # transformers renamed it, and will drop the old name in version 6
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    return Student(model, compute).train()
+
+
+def make_teacher(model: Any, compute: torch.dtype, student: Student | None) -> ScoredLogits:
+    """Return the dense model, frozen, which shares the student's frozen parameters where both have equal ones."""
+    frozen = {}
+    if student is not None:
+        named = student.model.named_parameters()
+        frozen = {name.replace(".base_layer.", "."): value for name, value in named if not value.requires_grad}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(False)
+        other, value = frozen.get(name), parameter.data.to(compute)
+        # A copy: while one tensor lies in the mapped file, everything read from the file stays in memory.
+        parameter.data = other.data if other is not None and torch.equal(value, other) else value.clone()
+    return ScoredLogits(model, compute).eval()
+
 
 BETAS, EPSILON = (0.9, 0.95), 1e-8
 
@@ -31,13 +145,9 @@ BETAS, EPSILON = (0.9, 0.95), 1e-8
 class TrainingModel(ABC):
     """The interface of a model in training. All ranks call the same methods in the same order.
 
-    student: returns the losses of a micro-batch.
-    teacher: returns the dense model's logits where targets are scored; None without one, and where the batches have its
-    answers.
-    data_rank, data_size: this rank among those that share the rows of a step.
-    tp_size: ranks that work on the same rows.
-    shapes, holders: of every trained tensor, by its name in a file: its shape, and the parameters that this rank has of
-    it.
+    teacher: returns the dense model's logits where targets are scored; None where the batches have its answers, too.
+    data_rank, data_size: this rank among those that share the rows of a step; tp_size ranks have the same rows.
+    shapes, holders: of every trained tensor, by its name in a file; the parameters that this rank has of it.
     vocabulary: the ranks that share it, and this one's part, as ``vocab_parallel_losses`` takes them.
     """
 
@@ -57,8 +167,7 @@ class TrainingModel(ABC):
         return [parameter for parameter in self.student.parameters() if parameter.requires_grad]
 
     def losses(self, batch: Batch) -> Tensor:
-        """Return cross-entropy and divergence of one micro-batch, summed over scored tokens: [2], on the device, equal
-        on ranks of the same rows."""
+        """Return cross-entropy and divergence of one micro-batch, summed over scored tokens: [2], on the device."""
         scores = None
         if self.teacher is not None:
             with torch.no_grad():
@@ -67,7 +176,7 @@ class TrainingModel(ABC):
 
     @torch.no_grad()
     def teacher_losses(self, batch: Batch) -> Tensor:
-        """Return the same of the teacher itself: its divergence is 0."""
+        """Return the same of the teacher itself."""
         entropy = torch.zeros((), device=batch.targets.device)
         if batch.answers is not None:
             entropy = -batch.answers[:, -1].float().sum()
@@ -81,9 +190,8 @@ class TrainingModel(ABC):
 
     @contextlib.contextmanager
     def evaluating(self, stored: Mapping[str, torch.dtype]) -> Iterator[None]:
-        """Prepare for evaluation: no dropout, no gradients, and weights rounded as a file will hold them.
-        Copies of the unrounded values take the memory of the gradients meanwhile. stored: the dtypes of tensors
-        by name; others are float32. A parameter of several has the widest of theirs."""
+        """Prepare for evaluation: no dropout, no gradients, and weights rounded to their ``stored`` dtypes, or float32;
+        a parameter of several tensors has the widest of theirs."""
         dtypes: dict[Tensor, torch.dtype] = {}
         for name in self.shapes:
             dtype = stored.get(name, torch.float32)
@@ -110,8 +218,7 @@ class TrainingModel(ABC):
 
     @abstractmethod
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients down to ``max_norm``; returns the whole model's norm before, equal on all ranks.
-        It is called once, after a step's last micro-batch."""
+        """Scale the gradients down to ``max_norm``; returns the whole model's norm before, equal on all ranks."""
 
     @abstractmethod
     def whole(self, name: str) -> Tensor:
@@ -126,8 +233,7 @@ class TrainingModel(ABC):
         """Load what ``save`` wrote."""
 
     def close(self) -> None:  # noqa: B027 - where Accelerate communicates nothing is to be closed
-        """End all communication. All ranks call it after the last use, but not after an error, when others may be
-        gone."""
+        """End all communication after the last use, but not after an error, when other ranks may be gone."""
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter], weight_decay: float, *, fused: bool) -> torch.optim.AdamW:
@@ -139,10 +245,7 @@ def make_optimizer(parameters: Sequence[nn.Parameter], weight_decay: float, *, f
 
 
 class HFTraining(TrainingModel):
-    """The Hugging Face model in training.
-
-    micro_batch_size, max_grad_norm: passed to DeepSpeed, which clips by itself.
-    """
+    """The Hugging Face model in training; micro_batch_size and max_grad_norm are DeepSpeed's, which clips by itself."""
 
     def __init__(
         self,
@@ -213,8 +316,7 @@ def file_name(name: str) -> str:
 
 
 def place_teacher(teacher: ScoredLogits, accelerator: Accelerator) -> Callable[[Batch], Tensor]:
-    """Return the frozen teacher as a function, on the device and sharded as the student is; Accelerate prepares one
-    model only."""
+    """Return the frozen teacher as a function, sharded as the student is: Accelerate prepares one model only."""
     plugin = accelerator.state.deepspeed_plugin
     if accelerator.is_fsdp2:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model

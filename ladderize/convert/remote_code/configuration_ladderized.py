@@ -46,9 +46,9 @@ class LadderizedConfig:
         """Return the config; PEFT calls this before it looks up which modules an adapter changes by default: those of
         the family's dense model, also where PEFT was imported after this file."""
         dense = self.model_type.removeprefix("ladderized_")
-        for name, known in vars(sys.modules.get("peft.utils.constants", object)).items():
-            if name.startswith("TRANSFORMERS_MODELS_TO_") and dense in known:
-                known.setdefault(self.model_type, known[dense])
+        for name, modules in vars(sys.modules.get("peft.utils.constants", object)).items():
+            if name.startswith("TRANSFORMERS_MODELS_TO_") and dense in modules:
+                modules.setdefault(self.model_type, modules[dense])
         return super().to_dict()
 
     def check_layout(self):

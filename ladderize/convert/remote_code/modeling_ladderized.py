@@ -185,15 +185,15 @@ def row_parallel(projection, inputs, ranks):
     def multiply(weight, inputs):
         return torch.einsum("...nd,hnd->n...h", inputs.unflatten(-1, (ranks, -1)), weight.unflatten(1, (ranks, -1)))
 
-    parts = sliceable(projection, inputs)
-    if parts is None:
-        parts = inputs.unflatten(-1, (ranks, -1))
+    weights = sliceable(projection, inputs)
+    if weights is None:
+        slices = inputs.unflatten(-1, (ranks, -1))
         alone = (
-            nn.functional.pad(parts[..., k : k + 1, :], (0, 0, k, ranks - 1 - k)).flatten(-2) for k in range(ranks)
+            nn.functional.pad(slices[..., k : k + 1, :], (0, 0, k, ranks - 1 - k)).flatten(-2) for k in range(ranks)
         )
         bias = projection(torch.zeros_like(inputs))
         return torch.stack([projection(masked) for masked in alone]) - bias, bias
-    weight, adapters = parts
+    weight, adapters = weights
     output = multiply(weight, inputs)
     for dropout, lora_a, lora_b, scaling in adapters:
         low = multiply(lora_a, dropout(inputs.to(lora_a.dtype)))
@@ -216,11 +216,11 @@ def column_parallel(projection, inputs, ranks, blocks=None):
     def multiply(weight, inputs):
         return torch.einsum("n...h,noh->...no", inputs, owned(weight)).flatten(-2)
 
-    parts = sliceable(projection, inputs)
-    if parts is None:
+    weights = sliceable(projection, inputs)
+    if weights is None:
         whole = (projection(inputs[k]).unflatten(-1, (blocks, -1)) for k in range(ranks))
         return torch.cat([output[..., k * blocks // ranks, :] for k, output in enumerate(whole)], dim=-1)
-    weight, adapters = parts
+    weight, adapters = weights
     output = multiply(weight, inputs)
     bias = base_linear(projection).bias
     output = output if bias is None else output + owned(bias).flatten()
@@ -341,8 +341,8 @@ def make_family(prefix):
     dense = vars(sys.modules[getattr(transformers, f"{prefix}ForCausalLM").__module__])
     classes = {}
 
-    def make(part, *bases, **attributes):
-        name = f"Ladderized{prefix}{part}"
+    def make(suffix, *bases, **attributes):
+        name = f"Ladderized{prefix}{suffix}"
         bases = [base if isinstance(base, type) else dense[f"{prefix}{base}"] for base in bases]
         classes[name] = type(name, tuple(bases), {"__module__": __name__, **attributes})
         return classes[name]

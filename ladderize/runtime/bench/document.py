@@ -3,6 +3,7 @@ reports read it at once."""
 
 import os
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -24,13 +25,8 @@ LEAST_ROUNDS = 3  # with fewer there is no interval
 ENOUGH_ROUNDS = 5  # with fewer an interval is too narrow
 
 
-# ---- the machine ----
-
-
 @dataclass(frozen=True)
 class Environment(Record):
-    """Machine, versions and settings."""
-
     LEFT_OUT: ClassVar = ("operations", "gpus", "gpu_memory_bytes", "cuda", "nccl", "vllm")
 
     device: str
@@ -51,16 +47,13 @@ class Environment(Record):
     vllm: str | None = None
 
 
-SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")  # in names of variables, such as VLLM_API_KEY: files are published
+SECRETS = re.compile("KEY|TOKEN|SECRET|PASSWORD")  # in names of variables, such as VLLM_API_KEY: files are published
 
 
 def environment(
     group: "Ranks", *, settings: tuple[str, ...] = (), operations: str | None = None, vllm: str | None = None
 ) -> Environment:
-    """Describe the machine; all ranks call it.
-
-    settings: prefixes of further environment variables to note.
-    """
+    """Describe the machine; all ranks call it. settings: prefixes of further environment variables to note."""
     import torch
     import transformers
 
@@ -68,6 +61,8 @@ def environment(
 
     prefixes = ("NCCL_", "GLOO_", "OMP_", "TORCH_", *settings)
     noted = {key: value for key, value in sorted(os.environ.items()) if key.startswith(prefixes)}
+    for key in [key for key in noted if SECRETS.search(key)]:
+        del noted[key]
     machine = Environment(
         device=group.device.type,
         processor=processor(),
@@ -78,7 +73,7 @@ def environment(
         transformers=transformers.__version__,
         system=f"{platform.system()} {platform.release()}",
         hosts=len(set(group.gather(platform.node()))),
-        settings={key: value for key, value in noted.items() if not any(secret in key for secret in SECRETS)},
+        settings=noted,
         operations=operations,
         vllm=vllm,
     )
@@ -166,10 +161,8 @@ class BenchRow(Record):
 
 
 def may_overlap(modes: Sequence[str], schedule: str, phase: str) -> bool:
-    """Return True if the modes of a layout, or the schedule, let a sum of ``phase`` run under compute.
-
-    In a backward pass a sum always may, under weights' gradients; decoding is never cut by a schedule.
-    """
+    """Return True if the modes of a layout, or the schedule, let a sum of ``phase`` run under compute. In a backward
+    pass a sum always may, under weights' gradients; decoding is never cut by a schedule."""
     is_cut = schedule == "domino" and phase != "decode"
     return phase == "backward" or is_cut or any(mode in HIDING for mode in modes)
 

@@ -1,9 +1,6 @@
-"""``ladderize bench``: models are checked and timed. A run of inference is the prefill of a batch of prompts and the
-decoding after it.
+"""``ladderize bench``: a run of inference is the prefill of a batch of prompts and the decoding after it.
 
-Two regimes, never mixed: prefill is bound by compute and sends long messages; decoding is bound by memory bandwidth and
-sends short ones, whose latency counts.
-"""
+They are never mixed: prefill is bound by compute and sends long messages, decoding by memory and sends short ones."""
 
 from collections.abc import Generator as Walk
 from collections.abc import Iterator, Sequence
@@ -17,8 +14,8 @@ from ladderize.console import SILENT, Console
 from ladderize.errors import UsageError
 from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, BenchDocument, environment
-from ladderize.runtime.bench.messages import expected_messages, record_messages, sent_sums
+from ladderize.runtime.bench.document import BenchDocument, environment
+from ladderize.runtime.bench.messages import Message, expected_messages, record_messages, sent_sums
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.plan import BenchPlan, check_bench_memory, plan_bench
 from ladderize.runtime.bench.reference_check import check_models
@@ -29,7 +26,6 @@ from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.differentiable import PendingSum
 from ladderize.runtime.collectives.emulated import emulate
-from ladderize.runtime.collectives.observed import Message
 from ladderize.runtime.decode import Generator, Sampling, sample
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
@@ -40,11 +36,8 @@ from ladderize.runtime.step import Step
 
 def bench(options: BenchOptions, *, console: Console = SILENT) -> BenchDocument:
     """Check the models, time them against each other on the runtime, and return the result; a console that speaks shows
-    it.
-
-    Raises UsageError or UserError if something cannot be measured, a model fails its check, or a trace disproves an
-    overlap. What was measured by then is kept in ``options.out`` and shown.
-    """
+    it. Raises UsageError or UserError if something cannot be measured, a model fails its check, or a trace disproves an
+    overlap. What was measured by then is kept in ``options.out`` and shown."""
     if options.engine == "vllm":
         raise UsageError("vLLM is timed by ladderize.vllm.bench.bench_vllm")
     options = replace(options, device=options.device or default_device())
@@ -53,10 +46,8 @@ def bench(options: BenchOptions, *, console: Console = SILENT) -> BenchDocument:
 
 
 def measure_models(group: Ranks, plan: BenchPlan, console: Console) -> BenchDocument:
-    """Check the models and time those that pass. All ranks call it.
-
-    Raises UserError if none passes, or if they do not fit into memory.
-    """
+    """Check the models and time those that pass. All ranks call it. Raises UserError if none passes, or if they do not
+    fit into memory."""
     options, specs, operations = plan.options, plan.specs, None
     check_bench_memory(specs, options, group)
     if not options.train:
@@ -97,11 +88,8 @@ def open_models(
     console: Console,
     batch: int,
 ) -> list[Variant]:
-    """Open the models by every schedule, then the baseline of the first.
-
-    Models with caches of one size share one, since only one runs at a time. Raises UserError if one sends other
-    messages than its layout asks for.
-    """
+    """Open the models by every schedule, then the baseline of the first. Models with caches of one size share one,
+    since only one runs at a time. Raises UserError if one sends other messages than its layout asks for."""
     timed = [(spec, schedule, TPLlama) for spec in specs for schedule in options.timed_schedules]
     if "parallel" in baselines:
         timed.append((specs[0], SEQUENTIAL, ParallelLlama))
@@ -117,35 +105,21 @@ def open_models(
                 generator.schedule = schedule
                 caches.append(generator.cache)
                 generators.append(generator)
-            loud, silent = generators
+            loud = generators[0]
             prompts = random_prompts(loud.model.shape.vocab, batch, options.prompt_len, options.seed)
-            name = variant_name(spec.name, schedule.name, options)
-            if model_class is ParallelLlama:
-                name = "parallel baseline"
-            variant = Variant(
-                name,
-                spec,
-                loud.model,
-                partial(prefill_and_decode, loud, prompts),
-                partial(prefill_and_decode, silent, prompts),
-                kind=MODEL_ROW if name == spec.name else BASELINE_ROW,
-                schedule=schedule.name,
-                messages=recorded_messages(name, spec, loud, prompts),
-                has_silent_row="no-comm" in baselines and not variants,
-            )
+            is_parallel = model_class is ParallelLlama
+            name = "parallel baseline" if is_parallel else variant_name(spec.name, schedule.name, options)
+            run, silent_run = (partial(prefill_and_decode, generator, prompts) for generator in generators)
+            variant = Variant(name, spec, loud.model, run, silent_run, schedule=schedule.name)
+            variant.messages = recorded_messages(name, spec, loud, prompts)
+            variant.has_silent_row = "no-comm" in baselines and not variants
             variants.append(variant)
     return variants
 
 
-# ---- the timed models ----
-
-
 class ParallelLlama(TPLlama):
     """A Llama with GPT-J's and PaLM's block: attention and MLP read the same input, and one blocking all-reduce sums
-    both.
-
-    For timing only: with a Llama's weights its output means nothing.
-    """
+    both. For timing only: with a Llama's weights its output means nothing."""
 
     def walk(self, ids: Tensor, step: Step, cache: KVCache) -> Walk[None, None, Tensor]:
         pending = self.embed(ids)

@@ -1,8 +1,5 @@
-"""The messages of a pass, against those that its layout asks for.
-
-They are counted before anything is timed: the reference check cannot see a sum that is left out where sums are
-emulated, or where weights are random.
-"""
+"""The messages of a pass, against those that its layout asks for, counted before anything is timed: the reference check
+cannot see a sum that is left out where sums are emulated, or where weights are random."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -10,17 +7,84 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+from torch import Tensor
+from torch.profiler import record_function
+
 from ladderize.errors import UserError
 from ladderize.layout import APART, BLOCKING, DROPPED, HIDING, Layout
-from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.collectives.observed import Message, Recording
+from ladderize.runtime.collectives.base import Collectives, Handle, Split
 from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.shards import Shape, group_size
 
+TRACED_START, TRACED_WAIT = "all-reduce: start", "all-reduce: wait"
+
+
+class Observed(Collectives):
+    """A wrapper that passes every call on to another backend."""
+
+    def __init__(self, inner: Collectives) -> None:
+        super().__init__(inner.ranks)
+        self.inner, self.name, self.copies = inner, inner.name, inner.copies
+
+    def split(self, size: int) -> Split:
+        return self.inner.split(size)
+
+    def all_reduce_async(self, x: Tensor, *into: Tensor) -> Handle:
+        return self.inner.all_reduce_async(x, *into)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self.inner.all_gather(x)
+
+    @property
+    def parts(self) -> list[Collectives]:
+        return [self.inner]
+
+
+@dataclass
+class Message:
+    """A message of a pass: an all_reduce, or an all_gather of ``bytes`` from each rank."""
+
+    collective: str
+    over: Collectives
+    bytes: int
+    completed: bool = False  # once the sum has been waited for
+    vocabulary: bool = False  # the embedding's or the LM head's, which every layout waits for
+
+
+class Recording(Observed):
+    """A backend that records its messages in their order, and shows starts and waits in torch's profiler."""
+
+    def __init__(self, inner: Collectives) -> None:
+        super().__init__(inner)
+        self.messages: list[Message] = []
+
+    def split(self, size: int) -> Split:
+        split = [Recording(recording) for recording in self.inner.split(size)]
+        for recording in split:
+            recording.messages = self.messages
+        return Split(*split)
+
+    def all_reduce_async(self, x: Tensor, *into: Tensor) -> Handle:
+        message = Message("all_reduce", self.inner, x.nbytes)
+        self.messages.append(message)
+        with record_function(TRACED_START):
+            handle = self.inner.all_reduce_async(x, *into)
+
+        def finish() -> Tensor:
+            with record_function(TRACED_WAIT):
+                total = handle.wait()
+            message.completed = True
+            return total
+
+        return Handle(finish)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.messages.append(Message("all_gather", self.inner, x.nbytes, completed=True, vocabulary=True))
+        with record_function("all-gather"):
+            return self.inner.all_gather(x)
+
 
 class Sender(Protocol):
-    """A model, whose messages go over ``collectives``."""
-
     collectives: Collectives
 
 
@@ -43,10 +107,8 @@ def sent_sums(layout: Layout, ranks: int) -> int:
 
 def read_sums(layout: Layout, ranks: int) -> int:
     """Return the number of sums that a backward pass sends: of sync points after which a sub-module reads the stream.
-
     An overlapped or delayed sum is there when the next sub-module has computed; if that one's own sum then blocks, the
-    sub-module after it reads the stream with both.
-    """
+    sub-module after it reads the stream with both."""
     both = sum(mode in HIDING and after == BLOCKING for mode, after in pairwise(layout.modes))
     return sent_sums(layout, ranks) - both
 
@@ -54,10 +116,8 @@ def read_sums(layout: Layout, ranks: int) -> int:
 def expected_messages(
     shape: Shape, sums: int, itemsize: int, schedule: Schedule, rows: int, tokens: int
 ) -> ExpectedMessages:
-    """Return the messages of a forward pass over ``rows`` x ``tokens`` with so many ``sums`` of the layers.
-
-    The embedding's are among them where ranks share it. Each chunk of the schedule sends its own.
-    """
+    """Return the messages of a forward pass over ``rows`` x ``tokens`` with so many ``sums`` of the layers. The
+    embedding's are among them where ranks share it. Each chunk of the schedule sends its own."""
     shared, chunks = int(not shape.replicate_vocab), schedule.parts(rows, tokens)
     whole = rows * tokens * shape.hidden * itemsize
     return ExpectedMessages(chunks * (sums + shared), (sums + shared) * whole, chunks * shared)
@@ -77,11 +137,8 @@ def recorded(model: Sender) -> Iterator[Recording]:
 def record_messages(
     name: str, model: Sender, run: Iterator[None], expected: Mapping[str, ExpectedMessages]
 ) -> dict[str, list[Message]]:
-    """Run one pass of each phase, and return its messages. Raises UserError unless all expected ones were sent and
-    waited for.
-
-    run: begun by ``Variant.run``, without CUDA graphs, so that the collectives are called for each message.
-    """
+    """Run one pass of each phase without CUDA graphs, and return its messages. Raises UserError unless all that are
+    expected were sent and waited for."""
     messages = {}
     with recorded(model) as recording:
         next(run)

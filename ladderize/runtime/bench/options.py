@@ -194,30 +194,24 @@ class BenchOptions(Record):
 
     @property
     def ranks_option(self) -> str:
-        """The option that gave the number of ranks."""
         return "--tp-size" if self.emulate_tp is None else "--emulate-tp"
 
     @property
     def timed_schedules(self) -> list[Schedule]:
-        """The schedules to time, in the order in which they were given."""
         return [Schedule("domino") if name == "domino" else SEQUENTIAL for name in self.schedules]
 
     @property
     def passes(self) -> dict[str, int]:
-        """The phases that are timed, and the number of passes of each in the total.
-
-        The first token after a prompt belongs to the prefill.
-        """
+        """The phases that are timed, and the number of passes of each in the total. The first token after a prompt
+        belongs to the prefill."""
         return {"forward": 1, "backward": 1} if self.train else {"prefill": 1, "decode": self.output_len - 1}
 
     @property
     def columns(self) -> int:
-        """The number of tokens of a whole text."""
         return self.prompt_len + (0 if self.train else self.output_len)
 
 
 def layout_names(text: str | None) -> list[str]:
-    """Return the names in ``--layout``; all layouts where it was not given."""
     names = list(LAYOUT_NAMES) if text is None else list(split_names(text))
     if not names or len(set(names)) < len(names):
         raise UsageError(f"--layout {text!r} names no layout, or one twice")

@@ -1,5 +1,4 @@
-"""The step from the options of ``ladderize bench`` to checked models. All that can be wrong is found before any process
-starts."""
+"""The step from the options of ``ladderize bench`` to checked models, before any process starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ from ladderize.runtime.training.vocab_losses import STATISTICS_BYTES
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """Checked models, and the options for timing them."""
-
     specs: list[ModelSpec]
     options: BenchOptions
     interconnect: Interconnect | None  # of an emulated group
@@ -46,14 +43,12 @@ class BenchPlan:
 
 
 def plan_bench(options: BenchOptions) -> BenchPlan:
-    """Return the checked plan. Raises UsageError for faults of the arguments alone, UserError or LayoutError for
-    others."""
+    """Return the checked plan. Raises UsageError for faults of the arguments alone, else UserError or LayoutError."""
     specs = chosen_models(options, options.device or default_device())
     interconnect = chosen_link(options, specs)
-    for spec in specs:
-        if options.train:
-            check_runnable(spec.config, spec.layout, options.ranks, name=options.ranks_option)
-        if options.train and spec.dtype == "float16":
+    for spec in specs if options.train else ():
+        check_runnable(spec.config, spec.layout, options.ranks, name=options.ranks_option)
+        if spec.dtype == "float16":
             raise UserError(f"{spec.name}: float16 has too small a range for training; give --dtype bfloat16")
     if "parallel" in options.baselines:
         check_dense("parallel", specs[0])
@@ -116,30 +111,23 @@ def chosen_models(options: BenchOptions, device: str) -> list[ModelSpec]:
 
 
 def check_dense(baseline: str, spec: ModelSpec) -> None:
-    """Raise UserError for a baseline of a model that is not dense."""
     if not spec.layout.is_dense:
         raise UserError(f"--baselines {baseline} needs a dense model as the first one, and {spec.name} is not dense")
 
 
 def check_bench_memory(specs: list[ModelSpec], options: BenchOptions, group: Ranks) -> None:
-    """Raise UserError if the ranks of this machine cannot hold what is checked and timed. All ranks call it.
-
-    Otherwise the system would start to kill processes.
-    """
-    advice = (
-        "choose fewer or smaller models, fewer layers, a smaller --batch-size, or more ranks; with --no-check no whole"
-        " model is needed"
-    )
+    """Raise UserError if the ranks of this machine cannot hold what is checked and timed. All ranks call it. Otherwise
+    the system would start to kill processes."""
+    advice = "choose fewer or smaller models, fewer layers, a smaller --batch-size, or more ranks"
+    advice += "; with --no-check no whole model is needed"
     needed = needed_bytes(specs, options, group.device)
     check_room(needed, group.device, "what is checked and timed", advice, processes=group.local_size)
 
 
 def needed_bytes(specs: list[ModelSpec], options: BenchOptions, device: torch.device) -> int:
-    """Return the bytes of one rank's weights, and of the largest batch's KV caches or one model's gradients.
-
-    Weights, and caches of one size, that layouts share count once. One model has gradients at a time. An emulated rank
-    has no others to be checked with, so before that it holds whole models.
-    """
+    """Return the bytes of one rank's weights, and of the largest batch's KV caches or one model's gradients. Weights,
+    and caches of one size, that layouts share count once. One model has gradients at a time. An emulated rank has no
+    others to be checked with, so before that it holds whole models."""
     weights, whole, caches, on_cpu = {}, {}, set(), device.type == "cpu"
     checked = checked_specs(specs, options) if options.emulate_tp is not None else []
     for spec in specs:

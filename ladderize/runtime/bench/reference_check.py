@@ -1,10 +1,7 @@
 """The check before any timing that this is really the model: logits against transformers in float32.
 
-Two texts are read at once, and decoded token by token after prompts of equal and of different length. They are as long
-as the prompts that are timed, up to a limit. The reference holds one layer at a time: the whole model in float32 need
-not fit. The effect of rounding depends on the model, so the same layers compute in its own dtype, too, and
-transformers' own error sets the tolerance of the runtime.
-"""
+Two texts are read at once, and decoded after prompts of equal and of different length. The reference holds one layer at
+a time. The same layers compute in the model's own dtype, too: transformers' own error sets the tolerance."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -43,8 +40,6 @@ _FLOAT32 = 5e-5
 
 @dataclass(frozen=True)
 class Reference:
-    """Random texts, and the logits of transformers for them."""
-
     ids: list[list[int]]  # [texts, tokens]
     prompts: tuple[int, int]  # tokens of each text that are its prompt where lengths differ; the first is longer
     positions: list[int]
@@ -139,11 +134,9 @@ def check_models(
 def check_against_reference(
     generators: Sequence[Generator], reference: Reference, spec: ModelSpec, group: Ranks
 ) -> dict[str, float] | str:
-    """Compare the model's logits with the reference; return the differences (docs/files.md), or a failure in words.
-
-    All ranks call it. Each checks its own results, and all return the same failure. Each generator reads as many of the
-    texts as it has rows.
-    """
+    """Compare the model's logits with the reference; return the differences (docs/files.md), or a failure in words. All
+    ranks call it. Each checks its own results, and all return the same failure. Each generator reads as many of the
+    texts as it has rows."""
     least = _FLOAT32 * spec.layout.num_layers**0.5 * float(reference.logits.std())
     rms_tolerance, tolerance = _RMS * reference.rms_error + least, _LARGEST * (reference.largest_error + least)
     squares, count, largest, equal, tokens = 0.0, 0, 0.0, 0, 0

@@ -1,8 +1,8 @@
 """The output of a benchmark: the document that is kept while it runs, and its tables."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ladderize.console import Console, human_bytes
 from ladderize.errors import UserError
@@ -15,11 +15,9 @@ from ladderize.runtime.launch import run
 
 
 def run_and_show(measure: Callable[..., BenchDocument], plan: Any, console: Console) -> BenchDocument:
-    """Call ``measure(ranks, plan, console)`` on every rank and return its document.
-
-    Each document that rank 0 reports is written to --out at once. The last one is shown at the end, also after an
-    error. Raises UserError for a model or schedule that failed its check, and for an overlap that a trace disproves.
-    """
+    """Call ``measure(ranks, plan, console)`` on every rank and return its document. Each document that rank 0 reports
+    is written to --out at once. The last one is shown at the end, also after an error. Raises UserError for a model or
+    schedule that failed its check, and for an overlap that a trace disproves."""
     options: BenchOptions = plan.options
     out = options.out
     newest: list[BenchDocument] = []
@@ -60,22 +58,18 @@ def run_and_show(measure: Callable[..., BenchDocument], plan: Any, console: Cons
     return document
 
 
-# ---- the tables ----
+EXPLANATIONS = {
+    "of no-comm": "the share that the fastest step of this model without communication has of the step.",
+    "speed-up": "over the first row of its batch size; its 95 % interval says how far the rounds disagree.",
+    "waited ms": "longer than the same model without communication; <: at most (95 %), where the waiting is too short"
+    " to be measured; ?: unknown.",
+    "comm. alone ms": "with nothing beside it.",
+    "in trace": "the share of the communication that ran under compute in the trace.",
+}
 
 
-class Entry(NamedTuple):
-    """A row's entry in a column, which is left out where no row has a text in it.
-
-    explanation: of the column, printed below the tables.
-    """
-
-    column: str
-    text: str
-    explanation: str = ""
-
-
-def _entries(document: BenchDocument, row: BenchRow, label: str, phase: str) -> list[Entry]:
-    """Return a row of the table of a phase."""
+def _entries(document: BenchDocument, row: BenchRow, label: str, phase: str) -> dict[str, str]:
+    """Return a row of the table of a phase; a column without any text is left out."""
     sent, overlap = (row.communication or {}).get(phase), (row.overlap or {}).get(phase)
     waited, reduces, alone, share = "", "", "", ""
     if sent is not None and sent.alone_ms:
@@ -84,33 +78,20 @@ def _entries(document: BenchDocument, row: BenchRow, label: str, phase: str) -> 
         share = f"{overlap.share:.0%}"
     first = next(each for each in document.rows if each.batch_size == row.batch_size)
     interval = "{:.2f}-{:.2f}".format(*row.speedup_interval[phase])
-    return [
-        Entry("model", label),
-        Entry("class", (row.architecture or "").removesuffix("ForCausalLM")),
-        Entry("batch", str(row.batch_size)),
-        Entry("ms", short_ms(row.ms[phase])),
-        Entry("tokens/s", f"{row.tokens_per_s:.1f}" if phase in ("decode", "step") else ""),
-        Entry(
-            "of no-comm",
-            f"{row.bound_share:.2f}" if phase == "step" else "",
-            "the share that the fastest step of this model without communication has of the step.",
-        ),
-        Entry(
-            "speed-up",
-            f"{row.speedup[phase]:.2f}x",
-            "over the first row of its batch size; its 95 % interval says how far the rounds disagree.",
-        ),
-        Entry("95 % interval", interval if document.options.repeat >= LEAST_ROUNDS and row is not first else ""),
-        Entry("all-reduces", reduces),
-        Entry(
-            "waited ms",
-            waited,
-            "longer than the same model without communication; <: at most (95 %), where the waiting is too short to be"
-            " measured; ?: unknown.",
-        ),
-        Entry("comm. alone ms", alone, "with nothing beside it."),
-        Entry("in trace", share, "the share of the communication that ran under compute in the trace."),
-    ]
+    return {
+        "model": label,
+        "class": (row.architecture or "").removesuffix("ForCausalLM"),
+        "batch": str(row.batch_size),
+        "ms": short_ms(row.ms[phase]),
+        "tokens/s": f"{row.tokens_per_s:.1f}" if phase in ("decode", "step") else "",
+        "of no-comm": f"{row.bound_share:.2f}" if phase == "step" else "",
+        "speed-up": f"{row.speedup[phase]:.2f}x",
+        "95 % interval": interval if document.options.repeat >= LEAST_ROUNDS and row is not first else "",
+        "all-reduces": reduces,
+        "waited ms": waited,
+        "comm. alone ms": alone,
+        "in trace": share,
+    }
 
 
 PHASE_TITLES = {
@@ -123,16 +104,14 @@ PHASE_TITLES = {
 
 
 def short_ms(milliseconds: float) -> str:
-    """Return the number with four digits, as many as a measurement has at best."""
+    """Return the number with the four digits that a measurement has at best."""
     digits = sum(milliseconds < limit for limit in (1000, 100, 10))
     return f"{milliseconds:.{digits}f}"
 
 
 def waited_text(communication: PhaseCommunication) -> str:
-    """Return the ms waited for: a bound where the rounds do not tell it from 0, ``?`` where they say less.
-
-    The difference of two medians can come out negative, which no waiting time is.
-    """
+    """Return the ms waited for: a bound where the rounds do not tell it from 0, ``?`` where they say less. The
+    difference of two medians can come out negative, which no waiting time is."""
     low, high = communication.exposed_interval_ms
     if high <= 0:
         return "?"
@@ -144,21 +123,28 @@ def show_bench(document: BenchDocument, console: Console) -> None:
     if not document.rows:
         return
     console.prose(_heading(document))
-    labels = _labels(document.rows)
-    explained: dict[str, str] = {}
+    # the last part of a model's name, or all of it where labels would be equal
+    labels = {row.model: Path(row.model).name for row in document.rows}
+    if len(set(labels.values())) < len(labels):
+        labels = {name: name for name in labels}
+    explained: set[str] = set()
     for phase in ("step", "forward", "backward") if document.options.train else ("prefill", "decode"):
         console.result(f"\n{PHASE_TITLES[phase]}{' (emulated)' if document.link is not None else ''}")
         table = [_entries(document, row, labels[row.model], phase) for row in document.rows]
-        shown = [entry for column in zip(*table, strict=True) for entry in column if entry.text]
-        explained |= {entry.column: entry.explanation for entry in shown if entry.explanation}
-        titles = dict.fromkeys(entry.column for entry in shown)
-        lines = [{entry.column: entry.text for entry in row if entry.column in titles} for row in table]
+        empty = set(table[0])
+        for entries in table:
+            empty -= {title for title, text in entries.items() if text}
         for name in document.failed:
-            lines.append(dict.fromkeys(titles, "") | {"model": Path(name).name, "ms": "failed"})
-        console.table(lines, right=[title for title in titles if title not in ("model", "class")])
+            table.append(dict.fromkeys(table[0], "") | {"model": Path(name).name, "ms": "failed"})
+        for title in empty:
+            for entries in table:
+                del entries[title]
+        explained |= table[0].keys()
+        console.table(table, right=[title for title in table[0] if title not in ("model", "class")])
     console.result("")
-    for title, explanation in explained.items():
-        console.prose(f"{title}: {explanation}")
+    for title, explanation in EXPLANATIONS.items():
+        if title in explained:
+            console.prose(f"{title}: {explanation}")
     if any(row.is_random for row in document.rows):
         console.prose("Weights are random: only the times are meaningful.")
     for line in _checks(document, labels):
@@ -168,7 +154,6 @@ def show_bench(document: BenchDocument, console: Console) -> None:
 
 
 def _heading(document: BenchDocument) -> str:
-    """Return the engine, the ranks and what connects or emulates them, the sizes, the schedule, and the rounds."""
     options, link = document.options, document.link
     ranks = f"{options.ranks} rank{'s' * (options.ranks > 1)}, {document.backend}"
     if options.emulate_tp is not None and link is not None:
@@ -183,12 +168,6 @@ def _heading(document: BenchDocument) -> str:
     rounds = f"medians of {options.repeat} interleaved rounds" if options.repeat > 1 else "one round"
     doubt = "" if document.complete else "; UNFINISHED, these are the rows measured so far"
     return f"{ranks}; {sizes}{schedule}, {rounds}{doubt}"
-
-
-def _labels(rows: Sequence[BenchRow]) -> dict[str, str]:
-    """Return a label of each model: the last part of its name, or all of it where labels would be equal."""
-    short = {row.model: Path(row.model).name for row in rows}
-    return short if len(set(short.values())) == len(short) else {name: name for name in short}
 
 
 def _checks(document: BenchDocument, labels: dict[str, str]) -> Iterator[str]:

@@ -1,9 +1,7 @@
-"""Variants timed against each other in interleaved rounds, with communication and without, in an order that is drawn
-anew for each round, so that disturbances of the machine hit all alike.
+"""Variants timed against each other in interleaved rounds, with communication and without.
 
-Intervals are 95 % intervals of a paired bootstrap: rounds are drawn with replacement, and a round's times of both
-variants stay together, since a slow moment of the machine hits both.
-"""
+Disturbances of the machine hit all alike: the order is drawn anew for each round, and the paired bootstrap of the 95 %
+intervals keeps a round's times of both variants together."""
 
 import functools
 import random
@@ -31,12 +29,11 @@ from ladderize.runtime.bench.document import (
     PhaseCommunication,
     may_overlap,
 )
-from ladderize.runtime.bench.messages import Sender, recorded
+from ladderize.runtime.bench.messages import Message, Sender, recorded
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.trace import cpu_flights, flights_of, gpu_flights, overlap_of, traced_events
 from ladderize.runtime.collectives.base import NoCommunication
-from ladderize.runtime.collectives.observed import Message
-from ladderize.runtime.graphs import capture
+from ladderize.runtime.decode import capture
 from ladderize.runtime.schedule import ScheduleName
 from ladderize.runtime.spec import ModelSpec
 
@@ -58,7 +55,6 @@ class Variant:
     run: runs it once, with so many passes of its last phase. It yields when it is ready, and when the work of each
     phase is done. All ranks call it.
     silent: the same without communication; the difference in time is what ``run`` waits for. None in vLLM.
-    messages: the messages of each phase; empty in vLLM, whose are not seen.
     has_silent_row: its times without communication are the row of the no-comm baseline.
     """
 
@@ -67,14 +63,17 @@ class Variant:
     model: Sender
     run: Run
     silent: Run | None = None
-    kind: str = MODEL_ROW
     schedule: ScheduleName = "sequential"
-    messages: dict[str, list[Message]] = field(default_factory=dict)
+    messages: dict[str, list[Message]] = field(default_factory=dict)  # by phase; empty in vLLM, whose are not seen
     has_silent_row: bool = False
     architecture: str | None = None
     samples: Samples = field(default_factory=dict)
     silent_samples: Samples = field(default_factory=dict)
     overlap: dict[str, Overlap] | None = None
+
+    @property
+    def kind(self) -> str:
+        return MODEL_ROW if self.name == self.spec.name else BASELINE_ROW
 
 
 Alone = Callable[[Message, Variant], float]  # the ms of a message with nothing beside it
@@ -166,7 +165,7 @@ def rows_of(document: BenchDocument, variants: Sequence[Variant], batch: int, al
     for variant in variants:
         shown.append(variant)
         if variant.has_silent_row:
-            shown.append(replace(variant, name=NO_COMM, kind=BASELINE_ROW, silent=None, overlap=None))
+            shown.append(replace(variant, name=NO_COMM, silent=None, overlap=None))
             shown[-1].samples = variant.silent_samples
     total, counted, tokens = "end_to_end", "decode", batch
     if options.train:
@@ -205,10 +204,8 @@ def rows_of(document: BenchDocument, variants: Sequence[Variant], batch: int, al
 
 
 def timed_figures(samples: Samples, first: Samples, passes: Mapping[str, int], total: str) -> dict[str, Any]:
-    """Return the times of each phase and of the total, and their speed-ups over ``first``, as fields of a row.
-
-    passes: the number of passes of each phase that the total has.
-    """
+    """Return the times of each phase and of the total, which has so many ``passes`` of each, and their speed-ups over
+    ``first``, as fields of a row."""
 
     def by_name(rounds: Samples) -> dict[str, Any]:
         medians = {phase: _medians(rounds[phase]) for phase in passes}
@@ -255,11 +252,9 @@ def waited(variant: Variant, phase: str, alone: Alone) -> PhaseCommunication:
 
 
 def time_alone(message: Message, variant: Variant, document: BenchDocument, group: Ranks, console: Console) -> float:
-    """Return the ms of a message with nothing beside it, measured when first asked for. All ranks call it.
-
-    An emulated one takes on a CPU what its link says. A GPU's clock may tick too seldom for that, so that it is
-    measured there, too, with a warning where it is far off.
-    """
+    """Return the ms of a message with nothing beside it, measured when first asked for. All ranks call it. An emulated
+    one takes on a CPU what its link says. A GPU's clock may tick too seldom for that, so that it is measured there,
+    too, with a warning where it is far off."""
     link, size, over = document.link, message.bytes, message.over
     collectives = variant.model.collectives  # the message goes over them, or over a split of them
     label = message.collective
@@ -293,9 +288,8 @@ def time_alone(message: Message, variant: Variant, document: BenchDocument, grou
 
 
 def seconds_together(group: Ranks, run: Callable[[], object], count: int, rounds: int, *, graph: bool = True) -> float:
-    """Time a function on all ranks at once; return the seconds of each of the ``count`` times that it does its work.
-
-    They are the median of all rounds but the first, each of the slowest rank.
+    """Time a function on all ranks at once; return the seconds of each of the ``count`` times that it does its work:
+    the median of all rounds but the first, each of the slowest rank.
 
     graph: on a GPU one graph starts all of it: launched one by one, small kernels take as long as their launches.
     """

@@ -1,9 +1,4 @@
-"""The proof of overlap: a Chrome trace of a run, and the share of its communication that ran under compute.
-
-On a CPU, the hidden time is the time that an all-reduce takes alone, less the time that its start and its wait blocked,
-and at most the compute between the two. On a GPU, it is the time in which a communication kernel and another stream's
-kernel ran at once.
-"""
+"""The proof of overlap: a Chrome trace of a run, and the share of its communication that ran under compute."""
 
 import bisect
 import itertools
@@ -19,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ladderize.errors import UserError
 from ladderize.runtime.bench.document import Overlap
-from ladderize.runtime.collectives.observed import TRACED_START, TRACED_WAIT, Recording
+from ladderize.runtime.bench.messages import TRACED_START, TRACED_WAIT, Recording
 
 # Kernels of NCCL; of torch's symmetric memory; of vLLM's custom all-reduce (cross_device_reduce) and quick reduce; of
 # FlashInfer, TensorRT-LLM and MSCCL++ (all of whose names hold allreduce). The spin_kernel of emulated.py stands for
@@ -68,20 +63,17 @@ def flights_of(phase: str, flights: Iterable[Flight], events: Iterable[dict[str,
         for event in events
         if event.get("name") == phase and event.get("cat") == "user_annotation"
     ]
-    return [flight for flight in flights if any(begin <= flight.start < end for begin, end in spans)]
+    return [flight for begin, end in spans for flight in flights if begin <= flight.start < end]
 
 
 def overlap_of(flights: Sequence[Flight]) -> Overlap:
-    """Return the overlap of these messages together."""
     in_flight, covered = sum(flight.in_flight for flight in flights), sum(flight.covered for flight in flights)
     return Overlap(in_flight / 1e3, covered / 1e3)
 
 
 def cpu_flights(events: Iterable[dict[str, Any]], alone: Sequence[float]) -> list[Flight]:
-    """Return the messages: the k-th start with the k-th wait and ``alone[k]`` microseconds.
-
-    The time between a start and its wait is compute, but for the starts and waits of other messages.
-    """
+    """Return the messages: the k-th start with the k-th wait and ``alone[k]`` microseconds. The time between a start
+    and its wait is compute, but for the starts and waits of other messages."""
     spans: dict[str, list[tuple[float, float]]] = {TRACED_START: [], TRACED_WAIT: []}
     for event in events:
         if event.get("name") in spans and event.get("ph") == "X":

@@ -1,16 +1,13 @@
-"""``ladderize bench --train``: forward and backward passes over random tokens, with gradients of all parameters in
-float32. The optimizer does not communicate, so it is left out.
+"""``ladderize bench --train``: forward and backward passes. The optimizer sends nothing: it is left out.
 
-Before any timing, every schedule must give the loss and gradients of the sequential one of the same model, every sum
-waited for at once; the tests compare that one with transformers. This check computes in float32, since bfloat16 alone
-takes a gradient up to 0.2 off.
-"""
+Before any timing, every schedule must give the loss and gradients of the sequential one whose sums block; the tests
+compare that one with transformers. This check computes in float32: bfloat16 alone takes a gradient up to 0.2 off."""
 
 import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,12 +16,11 @@ from ladderize.checkpoint.config import expected_tensors
 from ladderize.console import Console
 from ladderize.ranks.device import avoid_cudnn_attention
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, BenchDocument
-from ladderize.runtime.bench.messages import expected_messages, read_sums, record_messages, sent_sums
+from ladderize.runtime.bench.document import BenchDocument
+from ladderize.runtime.bench.messages import Message, Observed, expected_messages, read_sums, record_messages, sent_sums
 from ladderize.runtime.bench.plan import weights_key
 from ladderize.runtime.bench.rounds import Variant, synchronize, variant_name
 from ladderize.runtime.collectives.base import Collectives, Handle, NoCommunication
-from ladderize.runtime.collectives.observed import Message, Observed
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.spec import ModelSpec
@@ -47,9 +43,7 @@ def open_steps(
     rows: int,
 ) -> list[Variant]:
     """Open every model with every schedule, and leave out those whose gradients are not the sequential schedule's.
-
-    Raises UserError if one sends other messages than its layout asks for.
-    """
+    Raises UserError if one sends other messages than its layout asks for."""
     options, variants = document.options, []
     with console.stage(f"opening and checking the schedules, batch {rows}"):
         for spec in specs:
@@ -70,17 +64,8 @@ def open_steps(
                         document.failed[title] = f"{title}: {agreement}"
                         continue
                     document.checks[title] = agreement
-                variant = Variant(
-                    name,
-                    spec,
-                    step.model,
-                    step.run,
-                    silent.run,
-                    kind=MODEL_ROW if name == spec.name else BASELINE_ROW,
-                    schedule=schedule.name,
-                    messages=messages,
-                )
-                variants.append(variant)
+                runs = step.model, step.run, silent.run
+                variants.append(Variant(name, spec, *runs, schedule=schedule.name, messages=messages))
     return variants
 
 
@@ -95,30 +80,27 @@ class OfGroup(Collectives):
         return self.group.sum(x)
 
 
+@dataclass
 class ModelStep:
-    """A model with a batch.
+    """A model with a batch. ``group``: the ranks of ``collectives``, or this one alone where they are emulated."""
 
-    group: the ranks of ``collectives``, or this one alone where they are emulated.
-    """
+    spec: ModelSpec
+    weights: TrainedWeights
+    schedule: Schedule
+    collectives: InitVar[Collectives]
+    batch: Batch
+    group: Ranks
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        weights: TrainedWeights,
-        schedule: Schedule,
-        collectives: Collectives,
-        batch: Batch,
-        group: Ranks,
-    ) -> None:
-        self.spec, self.weights, self.schedule, self.batch, self.group = spec, weights, schedule, batch, group
-        self.model = TPTraining(weights, spec.config, spec.layout, collectives, schedule=schedule)
+    def __post_init__(self, collectives: Collectives) -> None:
+        config, layout = self.spec.config, self.spec.layout
+        self.model = TPTraining(self.weights, config, layout, collectives, schedule=self.schedule)
 
     def in_float32(self) -> "ModelStep":
         """Return the same step from the same weights, computed in float32."""
         weights = copy.copy(self.weights)
         weights.compute = torch.float32
         spec = replace(self.spec, dtype="float32")
-        return ModelStep(spec, weights, self.schedule, self.model.collectives, self.batch, self.group)
+        return replace(self, spec=spec, weights=weights, collectives=self.model.collectives)
 
     def run(self, passes: int = 1) -> Iterator[None]:
         """Run a forward and a backward pass, as ``Variant.run`` does."""
@@ -137,7 +119,6 @@ class ModelStep:
         return self.group.size > 1 and self.model.collectives.name != "none"
 
     def forward(self) -> Tensor:
-        """Return the mean loss [], float32."""
         sums: Tensor = self.model(self.batch)
         return sums[0] / self.batch.targets.numel()
 
@@ -150,10 +131,8 @@ class ModelStep:
             self.model.collectives.all_reduce(loss.new_zeros(self.weights.partial_numbers))
 
     def recorded_messages(self, name: str) -> dict[str, list[Message]]:
-        """Return the messages of each pass. Raises UserError for unexpected ones, with the step's name.
-
-        The gradient of a sub-module's input is as large as the sum that it reads.
-        """
+        """Return the messages of each pass. Raises UserError for unexpected ones, with the step's name. The gradient of
+        a sub-module's input is as large as the sum that it reads."""
         shape, layout, itemsize = self.weights.shape, self.spec.layout, self.spec.torch_dtype.itemsize
         carrier = OfGroup(self.group) if self.is_real else self.model.collectives
         small = Message("all_reduce", carrier, 4 * self.weights.partial_numbers)
@@ -184,14 +163,12 @@ def step_opener(group: Ranks, ranks: int) -> OpenStep:
         shape = Shape.from_config(spec.config, tp_size=ranks, rank=group.rank)
         key = weights_key(spec, shape, train=True)
         if key not in loaded:
-            loaded[key] = build_weights(
+            source, trained = (
                 functools.partial(spec.reader, device=group.device),
-                spec.config,
-                shape,
-                spec.layout,
-                trained=frozenset(expected_tensors(spec.config)),
-                compute=spec.torch_dtype,
+                frozenset(expected_tensors(spec.config)),
             )
+            compute = spec.torch_dtype
+            loaded[key] = build_weights(source, spec.config, shape, spec.layout, trained=trained, compute=compute)
         return ModelStep(spec, loaded[key], schedule, collectives, batch, group)
 
     return open_step
@@ -210,11 +187,9 @@ class Blocking(Observed):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The loss of a step, this rank's gradients, and the norm of all ranks' gradients."""
-
     loss: float
-    gradients: dict[str, Tensor]
-    norm: float
+    gradients: dict[str, Tensor]  # of this rank
+    norm: float  # of all ranks' gradients
 
 
 def outcome_of(step: ModelStep, group: Ranks) -> Outcome:
@@ -244,10 +219,8 @@ def check_outcome(outcome: Outcome, wanted: Outcome, group: Ranks) -> dict[str, 
 
 
 def _worst(outcome: Outcome, wanted: Outcome) -> tuple[float, str]:
-    """Return the largest relative difference of a tensor's gradient, and its name.
-
-    NaN counts as infinite, and so does a gradient that only one of the two has.
-    """
+    """Return the largest relative difference of a tensor's gradient, and its name. NaN counts as infinite, and so does
+    a gradient that only one of the two has."""
     if missing := outcome.gradients.keys() ^ wanted.gradients.keys():
         return math.inf, min(missing)
     differences = [

@@ -1,21 +1,9 @@
-"""All-reduces that may run under compute: one small interface and its backends.
-
-=========== ==============================================================================================
-backend     for
-=========== ==============================================================================================
-``nccl``    GPUs: on a stream of its own, capturable in CUDA graphs
-``symm_mem`` GPUs that see each other's memory: one kernel for small messages, NCCL for large ones
-``gloo``    CPUs, also on several hosts
-``shm``     CPUs of one host: shared memory, no sockets (shm.py)
-``emulated`` one rank of a group that is not there: a delay instead of each collective (emulated.py)
-``none``    nothing is summed: the no-communication upper bound, for timing only
-``single``  a group of one
-=========== ==============================================================================================
-"""
+"""All-reduces that may run under compute: one small interface, whose backends are the other files of this folder."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ladderize.runtime.collectives.links import SLICED_BYTES
@@ -62,10 +50,8 @@ class Collectives:
         self.splits: dict[int, Split] = {}
 
     def split(self, size: int) -> "Split":
-        """Return the collectives of this rank's group of ``size`` neighbours, and those across such groups.
-
-        All ranks call it. They are made the first time by ``make_split``, and end with this backend.
-        """
+        """Return the collectives of this rank's group of ``size`` neighbours, and those across such groups. All ranks
+        call it. They are made the first time by ``make_split``, and end with this backend."""
         if size not in self.splits:
             if self.make_split is None:
                 raise NotImplementedError(f"{self.name} has no groups within its ranks")
@@ -85,18 +71,14 @@ class Collectives:
         return x
 
     def tidy(self) -> None:
-        """Free the buffers that are kept for many sizes of messages.
-
-        All ranks call it, with no handle left to wait for, before a pass whose sizes may be new.
-        """
+        """Free the buffers that are kept for many sizes of messages. All ranks call it, with no handle left to wait
+        for, before a pass whose sizes may be new."""
         for collectives in self.parts:
             collectives.tidy()
 
     def settle(self) -> None:
-        """Finish all communication of this backend, also receives that were posted ahead of their message.
-
-        All ranks call it, at the end, and where the next messages are of another kind, with no handle left to wait for.
-        """
+        """Finish all communication of this backend, also receives that were posted ahead of their message. All ranks
+        call it, at the end, and where the next messages are of another kind, with no handle left to wait for."""
         for collectives in self.parts:
             collectives.settle()
 
@@ -107,8 +89,7 @@ class Collectives:
 
 
 class Split(NamedTuple):
-    """The collectives of one group of neighbouring ranks, and those that sum over groups what each group's ranks hold
-    alike."""
+    """The collectives of a group of neighbours, and those that sum over groups what each group's ranks hold alike."""
 
     within: Collectives
     across: Collectives
@@ -120,8 +101,7 @@ class AcrossGroups(Collectives):
     Each rank sends its own slice of a long message, so that the group's message crosses the link once; the group then
     gathers the slices. Short ones go whole, from every rank.
 
-    position: of this rank in its group.
-    peers: the collectives of the ranks at this place in every group.
+    peers: the collectives of the ranks at ``position`` in every group.
     """
 
     def __init__(self, within: Collectives, peers: Collectives, position: int) -> None:
@@ -140,8 +120,8 @@ class AcrossGroups(Collectives):
 
 
 def side_by_side(x: Tensor, ranks: int) -> Tensor:
-    """Return ``x`` [..., n] ``ranks`` times, [..., ranks * n]: the all-gather of a group that is not there."""
-    return x.repeat(*[1] * (x.ndim - 1), ranks)
+    """Return the all-gather of a group that is not there."""
+    return torch.cat([x] * ranks, -1)
 
 
 class NoCommunication(Collectives):

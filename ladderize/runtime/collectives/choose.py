@@ -22,11 +22,8 @@ def check_backend(backend: str, ranks: int, device: str) -> None:
 
 
 def choose(backend: str, group: Ranks, *, max_bytes: int, in_flight: int = 1) -> tuple[Collectives, str]:
-    """Return the collectives of a group, and one sentence on the choice.
-
-    max_bytes: of the largest message that will be sent.
-    in_flight: the most messages that are started before one is waited for.
-    """
+    """Return the collectives of a group for messages of at most ``max_bytes``, at most ``in_flight`` of which are
+    started before one is waited for, and one sentence on the choice."""
     collectives, why = _chosen(backend, group, max_bytes, in_flight)
 
     def make_split(size: int) -> Split:

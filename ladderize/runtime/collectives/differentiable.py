@@ -1,17 +1,14 @@
 """A sub-module's sum on its way into the residual stream, forward and backward.
 
-Forward, *start* sends the partial sums and *wait* adds their sum to the stream. Backward it is the other way round:
-wait's backward starts the all-reduce of the gradient of x, which each rank knows its part of, and start's backward
-waits for it. Autograd runs the nodes in the reverse of the order in which forward made them. So whatever forward does
-between a start and its wait has its backward between the backward's start and wait: what hides a message on the way
-there hides the message on the way back.
+Forward, *start* sends the partial sums and *wait* adds their sum to the stream. Backward wait's node starts the
+all-reduce of the gradient of x, which each rank knows its part of, and start's node waits for it: what hides a message
+on the way there hides the message on the way back.
 
-x is the residual stream as a sub-module reads it. It is a tensor of its own, which keeps the part of the gradient that
-needs a sum (through the sub-module) apart from the part that all ranks have alike (through the stream). The sum is
-taken before the sub-module's norm, whose backward is linear in the gradient: a sub-module's whole backward sends one
-message.
-"""
+x is the residual stream as a sub-module reads it, a tensor of its own: the part of the gradient that needs a sum
+(through the sub-module) stays apart from the part that all ranks have alike. The sum is taken before the norm, whose
+backward is linear in the gradient: a sub-module's whole backward sends one message."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,17 +16,43 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ladderize.runtime.collectives.base import Collectives, Handle
-from ladderize.runtime.collectives.stream import Stream, Unadded, whole
+
+
+class Unadded:
+    """The residual stream [batch, tokens, hidden] and a sum that is not added to it yet: who reads the stream first may
+    add it in a kernel that does something else, too."""
+
+    __slots__ = ("parts", "total")
+
+    def __init__(self, stream: Tensor, added: Tensor) -> None:
+        self.parts: tuple[Tensor, Tensor] | None = (stream, added)
+        self.total: Tensor | None = None
+
+    def add_by(self, kernel: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+        """Return what ``kernel`` makes of the stream beside the stream itself, with the sum. Only the first reader may
+        ask."""
+        assert self.parts is not None
+        self.total, made = kernel(*self.parts)
+        self.parts = None
+        return made
+
+
+Stream = Tensor | Unadded
+
+
+def whole(stream: Stream) -> Tensor:
+    """Return the stream with its sum."""
+    if isinstance(stream, Tensor):
+        return stream
+    if stream.total is None:
+        assert stream.parts is not None
+        stream.total, stream.parts = stream.parts[0] + stream.parts[1], None
+    return stream.total
 
 
 class PendingSum:
-    """The sum over the ranks of a partial product [batch, tokens, hidden].
-
-    The message belongs to this object, and with gradients to the nodes of the graph; nothing else holds it.
-
-    residual: the sum is added to it; None: to nothing.
-    bias: is added once.
-    """
+    """The sum over the ranks of a partial product [batch, tokens, hidden], added to ``residual`` with ``bias``. The
+    message belongs to this object, and with gradients to the nodes of the graph; nothing else holds it."""
 
     __slots__ = ("bias", "handle", "link", "residual", "sent")
 
@@ -47,7 +70,7 @@ class PendingSum:
             self.handle = collectives.all_reduce_async(product)
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Return the residual stream with the sum and the bias, [batch, tokens, hidden], and the same as x."""
+        """Return the residual stream with the sum and the bias, and the same as x."""
         if self.link is not None:
             after, x = _Wait.apply(self.link, self.bias, self.residual, self.sent)
             self.sent = self.residual = None
@@ -65,21 +88,16 @@ class PendingSum:
 
 
 class _Link:
-    """The messages of one sum, which its nodes share: first that of forward, then that of backward.
-
-    held: True if a gradient of the stream before the sum is needed.
-    direct: the gradient of the stream, which all ranks have alike.
-    total: the gradient of the stream before the sum.
-    """
+    """The messages of one sum, which its nodes share: first that of forward, then that of backward."""
 
     __slots__ = ("__weakref__", "collectives", "direct", "handle", "held", "total")
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
-        self.held = False
+        self.held = False  # a gradient of the stream before the sum is needed
         self.handle: Handle | None = None
-        self.direct: Tensor | None = None
-        self.total: Tensor | None = None
+        self.direct: Tensor | None = None  # the gradient of the stream, which all ranks have alike
+        self.total: Tensor | None = None  # the gradient of the stream before the sum
 
     def arrived(self) -> Tensor | None:
         """Return the gradient of the sum: the stream's, plus the ranks' sum, for which it waits."""
@@ -132,10 +150,8 @@ class _Start(Function):
 
 
 class _Wait(Function):
-    """The wait for the sum. Returns the stream with the sum twice, as the stream and as x.
-
-    All ranks have the sum alike, like the stream.
-    """
+    """The wait for the sum. Returns the stream with the sum twice, as the stream and as x. All ranks have the sum
+    alike, like the stream."""
 
     @staticmethod
     def forward(
@@ -161,10 +177,8 @@ class _Wait(Function):
 
 
 class ShareOfGradient(Function):
-    """A function that passes a value on, and the part ``share`` of its gradient.
-
-    It is for values that all ranks add alike, where gradients are summed over the ranks.
-    """
+    """A function that passes a value on, and the part ``share`` of its gradient. It is for values that all ranks add
+    alike, where gradients are summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: float) -> Tensor:

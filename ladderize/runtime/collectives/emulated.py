@@ -20,9 +20,7 @@ SLEEP_SLACK = 2e-3
 
 class Emulated(Collectives):
     """Emulated collectives of ``ranks`` ranks over ``link``, on a CPU: a timer. Sums are this rank's partials alone.
-
-    One message is on the link at a time: a second one starts when the first is through.
-    """
+    One message is on the link at a time: a second one starts when the first is through."""
 
     name = "emulated"
 
@@ -74,10 +72,8 @@ def idle_on_gpu() -> Callable[[int], None]:
 
 
 def emulate(ranks: int, link: Link, device: torch.device, interconnect: Interconnect | None = None) -> Collectives:
-    """Return the emulated collectives of ``ranks`` ranks.
-
-    interconnect: has the links within groups of these ranks, and across them; None: they are not split.
-    """
+    """Return the emulated collectives of ``ranks`` ranks. interconnect: has the links within groups of them, and
+    across; None: they are not split."""
 
     def made(count: int, over: Link) -> Collectives:
         return EmulatedOnGpu(count, over, device) if device.type == "cuda" else Emulated(count, over)

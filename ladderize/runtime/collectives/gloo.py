@@ -17,10 +17,8 @@ MOST_SIZES = 8
 
 
 class Gloo(Collectives):
-    """Collectives by torch.distributed's CPU backend. All ranks create them together.
-
-    Two ranks swap whole messages, which is one step where an all-reduce takes two.
-    """
+    """Collectives by torch.distributed's CPU backend. All ranks create them together. Two ranks swap whole messages,
+    which is one step where an all-reduce takes two."""
 
     name = "gloo"
 
@@ -71,7 +69,7 @@ class Gloo(Collectives):
             self.settle()
 
     def settle(self) -> None:
-        """Complete all posted receives. Both ranks call it. The next messages post new ones."""
+        """Complete all posted receives."""
         super().settle()
         for swap in [swap for free in self.free.values() for swap in free]:
             sending: Any = swap.send(torch.zeros_like(swap.buffer))
@@ -81,12 +79,9 @@ class Gloo(Collectives):
 
 
 class _Swap:
-    """A buffer for the peer's next message of one size, whose receive is always posted.
-
-    A gloo message that no rank has posted a receive for is announced first and sent by a thread of its own once the
-    peer has answered. While both ranks compute on all cores, that thread gets its turn milliseconds later; a peer that
-    listens is sent to at once.
-    """
+    """A buffer for the peer's next message of one size, whose receive is always posted. A gloo message that no rank has
+    posted a receive for is announced first and sent by a thread of its own once the peer has answered. While both ranks
+    compute on all cores, that thread gets its turn milliseconds later; a peer that listens is sent to at once."""
 
     def __init__(self, group: Any, peer: int, tag: int, buffer: Tensor) -> None:
         self.group, self.peer, self.tag, self.buffer = group, peer, tag, buffer

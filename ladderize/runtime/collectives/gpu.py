@@ -50,11 +50,8 @@ class OnStream(Collectives):
 
 
 def _ready(message: Tensor, total: Tensor, through: torch.cuda.Event) -> Tensor:
-    """Return ``total`` after the current stream was told to wait for this message, and for none that was sent behind
-    it.
-
-    message: is held until here.
-    """
+    """Return ``total`` after the current stream was told to wait for this message, which is held until here, and for
+    none that was sent behind it."""
     torch.cuda.current_stream().wait_event(through)
     return total
 

@@ -95,7 +95,6 @@ class Interconnect(Record):
         return replace(self, name=name, relative_error=error, calibrated=calibrated, groups_of=size, outer=outer)
 
     def is_within(self, ranks: int) -> bool:
-        """Return True if so many ranks are one group, which nothing joins to others."""
         return self.groups_of is None or ranks <= self.groups_of
 
     def over_wires(self, wire_gb_s: float) -> "Interconnect":
@@ -128,11 +127,9 @@ class Interconnect(Record):
             _check_figure(f"{where}: beta_gb_s", self.any_ranks.beta_gb_s, SLOWEST_GB_S, 1e9)
 
     def at(self, ranks: int) -> Link:
-        """Return the link of a group of ``ranks``. Raises UserError for ranks that are no whole groups.
-
-        Between the rows and beyond them it is derived, with a larger error: the latency is a line in the number of
-        ranks, as of a ring; the bus bandwidth changes between the rows and stays beyond them.
-        """
+        """Return the link of a group of ``ranks``. Raises UserError for ranks that are no whole groups. Between the
+        rows and beyond them it is derived, with a larger error: the latency is a line in the number of ranks, as of a
+        ring; the bus bandwidth changes between the rows and stays beyond them."""
         if ranks == 1:
             return NO_LINK
         if self.groups_of is not None and not self.is_within(ranks):
@@ -185,7 +182,6 @@ class Interconnect(Record):
 
 
 def _least(*sizes: int | None) -> int | None:
-    """Return the smallest of the sizes that are known; None where none is."""
     return min((size for size in sizes if size is not None), default=None)
 
 
@@ -232,12 +228,11 @@ def read_interconnect(text: str, option: str = "--link") -> Interconnect:
 def known_interconnects() -> dict[str, Interconnect]:
     """Return the links of links.csv by name."""
     with LINK_TABLE.open(encoding="utf-8") as file:
-        table = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    by_name: dict[str, list[dict[str, str]]] = {}
-    for line in sorted(table, key=lambda line: int(line["ranks"])):
-        by_name.setdefault(line["name"], []).append(line)
+        rows_of_all = csv.DictReader(line for line in file if not line.startswith("#"))
+        table = sorted(rows_of_all, key=lambda line: int(line["ranks"]))
     links = {}
-    for name, lines in by_name.items():
+    for name in dict.fromkeys(line["name"] for line in table):
+        lines = [line for line in table if line["name"] == name]
         rows = []
         for line in lines:
             ranks, sizes = int(line["ranks"]), (int(line["min_bytes"]), int(line["max_bytes"]))

@@ -1,14 +1,10 @@
-"""The all-reduce between processes of one host through shared memory: no sockets, no system call while all are on time.
+"""The all-reduce between processes of one host through shared memory: no system call while all are on time.
 
 Every rank writes its message into a slot of its own and then raises its counter; a peer that sees the counter may read
-the slot. "Asynchronous" means that no rank waits for another until ``wait``: by then the peers' data is usually there.
-
-Memory ordering. A writer's stores to its slot must become visible before its store to the counter, and a reader must
-not load the slot before the counter. x86 guarantees both for ordinary stores and loads (total store order); the C
-library ends its non-temporal copies with a fence; and each access below is a separate call into compiled code, which no
-compiler moves. Counters are aligned 8-byte words, each on a cache line of its own and written by one rank only. Other
-architectures give no such guarantee without fences, which Python cannot issue: they are refused.
-"""
+the slot. A writer's stores to its slot must become visible before its store to the counter, and a reader must not load
+the slot before the counter. x86 guarantees both; the C library ends its non-temporal copies with a fence; and each
+access below is a separate call into compiled code, which no compiler moves. Counters are aligned 8-byte words, each on
+a cache line of its own and written by one rank only. Other architectures need fences, which Python cannot issue."""
 
 import mmap
 import multiprocessing
@@ -48,11 +44,8 @@ class _SharedHandle(Handle):
 
 
 class SharedMemory(Collectives):
-    """Collectives through shared memory; see the module.
-
-    max_bytes: of the largest message.
-    slots: the most messages in flight. One more is an error, since every rank would wait for the others to read.
-    """
+    """Collectives through shared memory, with messages of at most ``max_bytes``, and at most ``slots`` in flight: with
+    one more, every rank would wait for the others to read."""
 
     name = "shm"
     copies = True
@@ -84,10 +77,7 @@ class SharedMemory(Collectives):
     def problem(
         *, hosts: list[str], cores: int, max_bytes: int, slots: int = LEAST_SLOTS, others: int = 0
     ) -> str | None:
-        """Return the reason why shared memory cannot serve this group, or None.
-
-        others: the number of other groups' ranks that compute on the host.
-        """
+        """Return the reason why shared memory cannot serve this group, which computes beside so many ``others``."""
         if len(set(hosts)) > 1:
             return "the ranks are on several hosts"
         if platform.machine() not in ORDERED:
@@ -104,13 +94,14 @@ class SharedMemory(Collectives):
     @staticmethod
     def _attach(group: Ranks, size: int) -> mmap.mmap:
         """Return a file in memory that every rank has mapped. Its name is deleted before, so nothing stays behind.
-
         Raises UserError where there is no room. multiprocessing's SharedMemory does not do: before Python 3.13 its
-        resource tracker unlinks the segment when any process that attached ends.
-        """
+        resource tracker unlinks the segment when any process that attached ends."""
         path = None
         if group.is_main:
-            descriptor, path = tempfile.mkstemp(prefix=f"ladderize-{_starter()}-", dir=FOLDER)
+            # the process that started this rank deletes leftovers; the rank is forked from a server, not from it
+            parent = multiprocessing.parent_process()
+            starter = os.getppid() if parent is None else parent.pid
+            descriptor, path = tempfile.mkstemp(prefix=f"ladderize-{starter}-", dir=FOLDER)
             try:
                 os.posix_fallocate(descriptor, 0, size)  # now, in words, rather than later by SIGBUS
             except OSError as error:
@@ -234,13 +225,6 @@ def remove_segments(starter: int) -> None:
     """Delete the segments of process ``starter``'s ranks that were stopped while they attached."""
     for left in FOLDER.glob(f"ladderize-{starter}-*"):
         left.unlink(missing_ok=True)
-
-
-def _starter() -> int:
-    """Return the process that started this rank, which deletes leftovers. A rank is forked from a server, not from
-    it."""
-    parent = multiprocessing.parent_process()
-    return os.getppid() if parent is None or parent.pid is None else parent.pid
 
 
 def _round_up(size: int) -> int:

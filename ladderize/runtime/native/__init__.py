@@ -1,4 +1,1 @@
-"""The operations between two products: for CPUs in C++ that is compiled where it runs, for GPUs in Triton.
-
-May import: ranks.
-"""
+"""The operations between two products: for CPUs in C++, for GPUs in Triton."""

@@ -1,9 +1,7 @@
-"""The kernels of kernels.cpp for Python. They are compiled for the CPU that they run on at first use, and kept.
+"""The kernels of kernels.cpp for Python, compiled for this CPU at first use, and kept: a compiler that knows it writes
+faster code than a package that must run on all of them can hold."""
 
-PyTorch and Triton do the same with what torch.compile generates: a compiler that knows the CPU writes faster code than
-a package that must run on all of them can hold.
-"""
-
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -37,8 +35,6 @@ class Cache(Structure):
 
 
 class Heads(Structure):
-    """The sizes of a pass."""
-
     _fields_ = tuple((name, c_int64) for name in ("batch", "tokens", "heads", "kv_heads", "dim"))
 
 
@@ -63,10 +59,8 @@ SIGNATURES = {
 
 
 def agreed_kernels(group: Ranks) -> ctypes.CDLL | str:
-    """Return ``kernels``, or the reason of the first rank that has none. All ranks call it.
-
-    One rank without them would add in another order, and get other bits.
-    """
+    """Return ``kernels``, or the reason of the first rank that has none. All ranks call it. One rank without them would
+    add in another order, and get other bits."""
     mine = kernels()
     problems = group.gather(mine if isinstance(mine, str) else None)
     return next(filter(None, problems), mine)
@@ -90,8 +84,6 @@ def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-# ---- compiling ----
-
 SOURCE = Path(__file__).with_name("kernels.cpp")
 COMPILERS = ("g++", "clang++")
 # No -ffast-math: NaN and infinities must not get lost. -fopenmp takes the library that PyTorch has loaded.
@@ -105,9 +97,7 @@ SECONDS = 120
 @functools.cache
 def kernels() -> ctypes.CDLL | str:
     """Return the compiled kernels, or the reason why there are none. A failure is cached, too, since it may take long.
-
-    Their functions are named as in kernels.cpp. Those that access a KV cache return 1 if it does not fit.
-    """
+    Their functions are named as in kernels.cpp. Those that access a KV cache return 1 if it does not fit."""
     try:
         compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
         if compiler is None:
@@ -119,10 +109,8 @@ def kernels() -> ctypes.CDLL | str:
             with tempfile.TemporaryDirectory(prefix="ladderize-kernels-") as temporary:
                 return _loaded(_compile(compiler, Path(temporary) / name))
         if (folder / name).exists():
-            try:
+            with contextlib.suppress(OSError):  # damaged: it is made anew
                 return _loaded(folder / name)
-            except OSError:
-                pass  # damaged: it is made anew
         return _loaded(_compile(compiler, folder / name))
     except UserError as error:
         return str(error)

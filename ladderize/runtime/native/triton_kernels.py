@@ -1,8 +1,6 @@
-"""The kernels between a layer's products on a GPU, in Triton. Imported only where Triton is.
+"""The kernels between a layer's products on a GPU, in Triton: few, since each takes its time in decoding.
 
-They are few and small on purpose: decoding one token takes as long as its kernels are many. Each computes in float32
-and rounds once.
-"""
+Each computes in float32 and rounds once."""
 
 import torch
 import triton

@@ -16,19 +16,16 @@ LIKELIEST, ANSWERS = "likeliest", "answers"  # fields of Batch
 class Batch:
     """A micro-batch of packed texts. Each text's positions begin at 0. A negative target does not count.
 
-    input_ids, position_ids, targets: int64 [rows, tokens].
-    scored: the places whose targets count, in all rows side by side, int64 [n].
-    is_packed: a row holds several texts.
     likeliest, answers: what a teacher, which is not there, has said of the n places (adapt/train/teacher_cache.py): its
     likeliest next tokens, integers [n, kept], and the logarithms of their probabilities, of the probability of all
     others together, and of the target's, [n, kept + 2].
     """
 
-    input_ids: Tensor
+    input_ids: Tensor  # this and the next two: int64 [rows, tokens]
     position_ids: Tensor
     targets: Tensor
-    scored: Tensor
-    is_packed: bool
+    scored: Tensor  # the places whose targets count, in all rows side by side, int64 [n]
+    is_packed: bool  # a row holds several texts
     likeliest: Tensor | None = None
     answers: Tensor | None = None
 
@@ -50,7 +47,6 @@ class Batch:
 
     @property
     def scored_targets(self) -> Tensor:
-        """The targets that count, [n]."""
         return self.targets.flatten()[self.scored]
 
     def scored_states(self, states: Tensor) -> Tensor:

@@ -1,10 +1,8 @@
-"""A product whose weight's gradient is computed later than its input's.
+"""A product whose weight's gradient is computed later than its input's, under whose sum over the ranks it runs.
 
-The gradient of a sub-module's input has to be summed over the ranks, that of its weights has not. So the weight enters
-a product through a node of its own (``WeightUse``), which is made before the sum that the product's input waits for.
-Autograd runs nodes in the reverse of that order: first the gradients of the inputs, then the start of their sum, then
-the gradients of the weights, and only then the wait (Domino, arXiv 2409.15241, section 3.3).
-"""
+The weight enters through a node of its own, made before the sum that the product's input waits for. Autograd runs nodes
+in reverse: the gradients of the inputs, the start of their sum, the gradients of the weights, and only then the wait
+(Domino, arXiv 2409.15241, section 3.3)."""
 
 from typing import Any
 
@@ -17,11 +15,8 @@ from ladderize.runtime.layers import Linear
 
 
 class LaterLinear(Linear):
-    """A product y = x W^T + b with gradients; one object for each use.
-
-    value: the parameter in the dtype that is computed in.
-    gradient: the parameter's, to which all its uses add.
-    """
+    """A product y = x W^T + b with gradients; one object for each use. ``value`` is the parameter in the dtype that is
+    computed in."""
 
     __slots__ = ("use",)
 
@@ -53,8 +48,7 @@ class WeightGradient:
         self.total: Tensor | None = None
 
     def add(self, products: list[tuple[Tensor, Tensor]], parameter: Tensor) -> Tensor | None:
-        """Add one use's products; return the sum with the last use, None before. products: of each the
-        gradient, and its input."""
+        """Add one use's products; return the sum with the last use, None before."""
         for gradient, x in products:
             left, right = gradient.flatten(0, -2).t(), x.flatten(0, -2)
             if self.total is None:
@@ -71,16 +65,13 @@ class WeightGradient:
 
 
 class WeightUse:
-    """One use's share of a weight's gradient, until it is added. A weight that is taken and not multiplied is not used.
-
-    products: the gradient of each product, and its input.
-    """
+    """One use's share of a weight's gradient, until it is added. A weight that is not multiplied is not used."""
 
     __slots__ = ("__weakref__", "counted", "gradient", "products")
 
     def __init__(self, gradient: WeightGradient) -> None:
         self.gradient, self.counted = gradient, False
-        self.products: list[tuple[Tensor, Tensor]] = []
+        self.products: list[tuple[Tensor, Tensor]] = []  # the gradient of each product, and its input
 
 
 class _Enter(Function):

@@ -11,7 +11,7 @@ from ladderize.checkpoint.config import most_positions
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.collectives.stream import Stream, whole
+from ladderize.runtime.collectives.differentiable import Stream, whole
 from ladderize.runtime.decode import GrowingRope, rope_table
 from ladderize.runtime.kv_cache import KVCache, NoCache
 from ladderize.runtime.model import TPLlama
@@ -35,11 +35,8 @@ def check_trainable(config: Mapping[str, Any]) -> None:
 
 
 class TPTraining(LossModule):
-    """One rank of a model in training (or of a frozen teacher).
-
-    gradient_checkpointing: sub-modules are computed again in the backward pass instead of kept; no message is sent
-    again.
-    """
+    """One rank of a model in training (or of a frozen teacher). With ``gradient_checkpointing`` sub-modules are
+    computed again in the backward pass instead of kept; no message is sent again."""
 
     def __init__(
         self,

@@ -1,11 +1,8 @@
 """Cross-entropy and divergence of logits that lie in vocabulary-parallel parts: no rank ever holds all of them.
 
-Each rank computes on its own columns, and one all-gather of a few numbers of each token makes them known to all
-(Megatron-LM, arXiv 1909.08053, section 3: the same idea for the cross-entropy alone). Every rank then computes the same
-losses from the same numbers, bit for bit. The backward pass needs no message.
-
-With Z_r = log sum exp of rank r's scores, Z = log sum exp of the Z_r, and v_r = exp(Z_r - Z) this rank's share of the
-probability (w_r the teacher's), for a token with target y:
+One all-gather of a few numbers of each token makes all ranks compute the same losses, bit for bit (Megatron-LM, arXiv
+1909.08053, section 3). With Z_r = log sum exp of rank r's scores, Z = log sum exp of the Z_r, and v_r = exp(Z_r - Z)
+this rank's share of the probability (w_r the teacher's), for a token with target y:
 
     log q(y) = log q_r(y) + Z_r - Z     on the rank r that has y
     KL       = sum_r w_r (KL_r + log w_r - log v_r)
@@ -27,14 +24,10 @@ STATISTICS_BYTES = 16  # of a token, that each rank sends at most
 
 
 class LossModule(nn.Module):
-    """A model in training, whose pass returns its losses.
+    """A model in training, whose pass returns its losses."""
 
-    vocabulary: the ranks that share it, and this one's part, as ``vocab_parallel_losses`` takes them.
-    scored_logits: returns a batch's logits [tokens that count, own vocab].
-    """
-
-    vocabulary: tuple[Collectives, int, int]
-    scored_logits: Callable[[Batch], Tensor]
+    vocabulary: tuple[Collectives, int, int]  # the last arguments of ``vocab_parallel_losses``
+    scored_logits: Callable[[Batch], Tensor]  # [tokens that count, own vocab]
 
     def forward(self, batch: Batch, teacher_logits: Tensor | None = None) -> Tensor:
         """Return the sums of cross-entropy and divergence of a pass: [2], fp32, equal on all ranks.
@@ -56,13 +49,11 @@ def vocab_parallel_losses(
     """Return the summed cross-entropy and KL(teacher || student) in nats, two fp32 scalars; the second is 0 without a
     teacher. They are equal on all ranks, and differentiable in ``logits``.
 
-    logits, teacher_logits: [tokens, own_vocab] of any float dtype, this rank's columns ``vocab_start`` and on; columns
-    from ``vocab`` on are padding, which counts for nothing.
-    targets: [tokens], in the whole vocabulary, equal on all ranks; a target that is not in it makes the cross-entropy
-    NaN.
+    logits, teacher_logits: [tokens, own_vocab], this rank's columns ``vocab_start`` and on; columns from ``vocab`` on
+    are padding, which counts for nothing.
+    targets: [tokens], in the whole vocabulary; a target that is not in it makes the cross-entropy NaN.
 
-    One all-gather of [tokens, 2] float32 (4 with a teacher) is sent. Without tokens nothing is sent: all ranks of a
-    group see the same targets. In fp32 there are never more than LOGITS_AT_ONCE numbers of the logits at once.
+    One all-gather of [tokens, 2] float32 (4 with a teacher) is sent; without tokens nothing.
     """
     width = max(0, min(vocab - vocab_start, logits.shape[1]))
     owner = targets.clamp(0, vocab - 1)[:, None] // max(1, logits.shape[1])  # the rank that has the target
@@ -117,10 +108,7 @@ def teacher_from_answers(
         KL = sum over K of p_j log(p_j / q_j) + p_r log(p_r / q_r),
         dKL / ds_j = q_j - p_j in K, else q_j - p_r q_j / q_r.
 
-    Under tensor parallelism all ranks call it; one all-gather of [tokens, 1] float32 is sent.
-
-    logits: the student's, as ``vocab_parallel_losses`` takes them.
-    likeliest, answers: as in ``Batch``.
+    All ranks call it; one all-gather of [tokens, 1] float32 is sent. likeliest, answers: as in ``Batch``.
     """
     width = max(0, min(vocab - vocab_start, logits.shape[1]))
     outcomes = answers[:, :-1].float().log_softmax(-1)  # 16 bits have rounded them

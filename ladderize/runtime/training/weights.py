@@ -1,7 +1,5 @@
-"""One rank's part of a Llama as parameters: fp32 where they are trained, else in the dtype that is computed in.
-
-They have the runtime's order (loader.py). ``pieces`` says where a checkpoint's tensors lie among them.
-"""
+"""One rank's part of a Llama as parameters, in the runtime's order (loader.py): fp32 where they are trained, else in
+the dtype that is computed in. ``pieces`` says where a checkpoint's tensors lie among them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from ladderize.layout import APART, Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm, Weights, WideRMSNorm
 from ladderize.runtime.loader import Read, load_weights, unpair_rope_rows
-from ladderize.runtime.shards import Shape, Slice, rank_shape
+from ladderize.runtime.shards import Shape, rank_shape
 from ladderize.runtime.training.linear import LaterLinear, WeightGradient
 
 ALL = slice(None)
@@ -25,19 +23,13 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's part of the checkpoint's tensor of ``shape``.
-
-    slices: the parameters that hold it, each with its rows, side by side along ``dim``.
-    dim: the dimension that the ranks share; None: every rank holds all of the tensor in one parameter.
-    copies: the number of neighbouring ranks that hold the same.
-    head_dim: of rows that are paired up for rope, else 0.
-    """
+    """One rank's part of the checkpoint's tensor of ``shape``."""
 
     shape: tuple[int, ...]
-    slices: tuple[tuple[Tensor, slice], ...]
-    dim: int | None = None
-    copies: int = 1
-    head_dim: int = 0
+    slices: tuple[tuple[Tensor, slice], ...]  # the parameters that hold it, with its rows, side by side along ``dim``
+    dim: int | None = None  # that the ranks share; None: every rank holds all of the tensor in one parameter
+    copies: int = 1  # neighbouring ranks that hold the same
+    head_dim: int = 0  # of rows that are paired up for rope
 
     def whole(self, of: Callable[[Tensor], Tensor], tensor: Ranks) -> Tensor:
         """Return the checkpoint's tensor, on every rank of ``tensor``. All of them call it. of: picks a tensor
@@ -78,15 +70,12 @@ class TrainedSublayer(nn.Module):
 
 
 class TrainedWeights(nn.Module):
-    """The trained and the frozen weights of one rank; see ``build_weights``.
-
-    head: the embedding, where the two are tied.
-    pad_id: the token that only fills rows. Its row of the embedding has no gradient, as in transformers.
-    """
+    """The trained and the frozen weights of one rank; see ``build_weights``. ``pad_id``: the token that only fills
+    rows. Its row of the embedding has no gradient, as in transformers."""
 
     norm: Tensor
     embed: Tensor
-    head: Tensor
+    head: Tensor  # the embedding, where the two are tied
 
     def __init__(
         self, weights: Weights, shape: Shape, layout: Layout, compute: torch.dtype, pad_id: int | None
@@ -103,6 +92,9 @@ class TrainedWeights(nn.Module):
         self.norm = _parameter(weights.norm.weight)
         self.head = self.embed if shape.tied else _parameter(weights.head.weight)
 
+    def layers(self) -> Iterator[tuple[Any, Any]]:
+        return zip(self.attentions, self.mlps, strict=True)
+
     def pieces(self) -> dict[str, Piece]:
         return {name: piece for name, piece in self.all_pieces() if piece.parameters[0].requires_grad}
 
@@ -110,7 +102,7 @@ class TrainedWeights(nn.Module):
         shape = self.shape
         vocabulary = (shape.vocab, shape.hidden)
         yield EMBEDDING, Piece(vocabulary, ((self.embed, ALL),), 0)
-        for index, (attention, mlp) in enumerate(self._layers()):
+        for index, (attention, mlp) in enumerate(self.layers()):
             prefix = f"model.layers.{index}."
             for name, parameter, head_dim in (
                 ("input_layernorm.weight", attention.norm, 0),
@@ -132,9 +124,6 @@ class TrainedWeights(nn.Module):
         yield "model.norm.weight", Piece(tuple(self.norm.shape), ((self.norm, ALL),))
         if not shape.tied:
             yield HEAD, Piece(vocabulary, ((self.head, ALL),), 0)
-
-    def _layers(self) -> Iterator[tuple[Any, Any]]:
-        return zip(self.attentions, self.mlps, strict=True)
 
     def _column_pieces(self, prefix: str, attention: Any, mlp: Any) -> Iterator[tuple[str, Piece]]:
         """Yield the pieces of projections whose output rows the ranks share."""
@@ -163,20 +152,18 @@ class TrainedWeights(nn.Module):
         and the products that are split among them."""
         partial: list[Tensor | None] = [self.norm]
         modes = zip(self.layout.attention_sync, self.layout.mlp_sync, strict=True)
-        for (attention, mlp), (attention_mode, mlp_mode) in zip(self._layers(), modes, strict=True):
+        for (attention, mlp), (attention_mode, mlp_mode) in zip(self.layers(), modes, strict=True):
             partial += [attention.norm, mlp.norm, attention.q_norm, attention.k_norm]  # of this rank's heads alone
             partial += [attention.bias] if attention_mode in APART else []
             partial += [mlp.bias] if mlp_mode in APART else []
         return [parameter for parameter in partial if parameter is not None]
 
     def copied_rows(self) -> list[list[tuple[Any, slice, int]]]:
-        """Return the rows of KV heads that several virtual ranks hold, of this process or of its neighbours.
-
-        A group is of one kind of parameter in a layer; each virtual rank of this process has its parameter in it, the
-        rows of the KV head in it, and the head's number.
-        """
+        """Return the rows of KV heads that several virtual ranks hold, of this process or of its neighbours. A group is
+        of one kind of parameter in a layer; each virtual rank of this process has its parameter in it, the rows of the
+        KV head in it, and the head's number."""
         groups = []
-        for attention, _ in self._layers():
+        for attention, _ in self.layers():
             count = len(attention.qkv)
             rank, first = rank_shape(self.shape, count), self.shape.rank * count
             if rank.kv_copies > 1:
@@ -188,7 +175,7 @@ class TrainedWeights(nn.Module):
 
     @property
     def partial_numbers(self) -> int:
-        """The numbers in the message of ``sum_partial_gradients``, where all is trained."""
+        """The size of the message of ``sum_partial_gradients``, where all is trained."""
         copied = sum(group[0][0][group[0][1]].numel() for group in self.copied_rows())
         return sum(parameter.numel() for parameter in self.partial_parameters()) + copied * self.shape.kv_heads
 
@@ -228,7 +215,7 @@ class UsedWeights:
         self._gradients: dict[int, WeightGradient] = {}
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the embedding's rows. Gradients of repeated ids add up in the parameter's own dtype."""
+        # gradients of repeated ids add up in the parameter's own dtype
         return F.embedding(ids, self.weights.embed, padding_idx=self.weights.own_pad).to(self.weights.compute)
 
     @property
@@ -285,11 +272,9 @@ def build_weights(
     shared: weights whose frozen parameters are used again where they are equal (a teacher and its student).
     """
     wide, narrow = source(torch.float32), source(compute)
-
-    def read(tensor: Slice) -> Tensor:
-        return wide(tensor) if tensor.name in trained else narrow(tensor)
-
-    loaded = load_weights(read, shape, layout, pack=False)
+    loaded = load_weights(
+        lambda tensor: (wide if tensor.name in trained else narrow)(tensor), shape, layout, pack=False
+    )
     weights = TrainedWeights(loaded, shape, layout, compute, config.get("pad_token_id"))
     for name, piece in weights.all_pieces():
         for parameter in piece.parameters:
@@ -297,7 +282,7 @@ def build_weights(
     if shared is None:
         return weights
     theirs = dict(shared.named_parameters(remove_duplicate=False))
-    for name, parameter in list(weights.named_parameters(remove_duplicate=False)):
+    for name, parameter in [*weights.named_parameters(remove_duplicate=False)]:
         same = theirs.get(name)
         if same is not None and not same.requires_grad and same.shape == parameter.shape and same.equal(parameter):
             owner, _, leaf = name.rpartition(".")

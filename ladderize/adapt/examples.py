@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from ladderize.chat_template import Conversation, Span, chat_template_of, render
-from ladderize.data.formats import EMPTY, check_row, read_conversation, read_ids
-from ladderize.data.rows import Row
+from ladderize.data.rows import EMPTY, Row, check_row, read_conversation, read_ids
 from ladderize.data.windows import check_vocabulary, need_tokenizer, text_ids
 from ladderize.errors import UserError
 
@@ -41,8 +40,7 @@ class EncodedRow:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns batches of rows into examples of at most ``seq_len`` tokens. Raises UserError where the model has no
-    tokenizer, or fewer ids."""
+    """Turns batches of rows into examples of at most ``seq_len`` tokens."""
 
     tokenizer: Any  # of transformers; None if all rows are ids
     seq_len: int
@@ -50,8 +48,7 @@ class Encoder:
     name: str  # of the source, for messages
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
-        """Return the examples of the rows ``numbers``, by ``COLUMNS``. One that lost all that is scored, and the one of
-        a row that cannot be used, have no tokens."""
+        """Return the examples of the rows ``numbers``, by ``COLUMNS``; without tokens where nothing is scored."""
         examples: list[tuple[Any, ...]] = []
         for number, row in zip(numbers, self.encode(batch, numbers), strict=True):
             if row.problem:
@@ -113,11 +110,8 @@ class Encoder:
         return encoded
 
     def _completions(self, rows: list[Row]) -> list[EncodedRow]:
-        """Tokenise prompts as when the model is asked, and their completions.
-
-        The ids come from both texts together where those of the prompt are a prefix of them: a completion tokenised
-        alone may get a space put before it.
-        """
+        """Tokenise prompts as when the model is asked, and their completions: both together where the prompt's ids are
+        a prefix of these, since a completion tokenised alone may get a space put before it."""
         tokenizer, encoded = need_tokenizer(self.tokenizer, rows[0].origin), []
         prompts = [row.values["prompt"] for row in rows]
         completions = [row.values["completion"] for row in rows]
@@ -175,9 +169,8 @@ def marked_texts(tokenizer: Any, conversation: Conversation, origin: str) -> lis
     """Return the text of each example of a conversation, and the characters in it that the loss counts.
 
     Where the template has ``{% generation %}`` markers, a conversation is one example. Elsewhere an assistant's turn is
-    what the template adds to the prompt. A turn continues the example of the turn before it if the template left that
-    text unchanged. Where the template rewrites earlier turns (Qwen3's drops thoughts), the turn begins its own example.
-    Raises UserError if the template refuses the conversation, or does not show where a turn is.
+    what the template adds to the prompt, and where the template rewrites earlier turns (Qwen3's drops thoughts), the
+    turn begins its own example.
     """
     messages = conversation.messages
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
@@ -213,7 +206,6 @@ def _asked_and_answered(tokenizer: Any, conversation: Conversation, number: int)
 
     A template may write a finished turn otherwise than it asks for one: DeepSeek-R1's asks for a thought and leaves it
     out behind it. Then the turn's own text follows the prompt, and what the template puts behind a turn follows that.
-    The same holds where a conversation begins with the assistant, so that there is no prompt.
     """
     finished, _ = render(tokenizer, conversation.until(number + 1), as_data=True)
     prompt = ""

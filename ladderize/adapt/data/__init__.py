@@ -1,1 +1,0 @@
-"""Training data on ``datasets``: from files and the hub to packed rows, and to batches of them."""
