@@ -11,7 +11,8 @@ import torch
 import yaml
 
 from ladderize.adapt.layers import rewrite
-from ladderize.adapt.layers.sensitivity import AlignedLayouts, LayoutScores
+from ladderize.adapt.layers.options import SensitivityOptions
+from ladderize.adapt.layers.sensitivity import AlignedLayouts, LayoutScores, write_sensitivity
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import read_windows
 from ladderize.checkpoint.opening import open_checkpoint
@@ -104,11 +105,10 @@ def test_an_entry_is_what_convert_adapt_and_eval_give(model, ids, tmp_path, mode
 
 def test_how_much_to_align_on(model, ids, tmp_path, monkeypatch):
     bars = record_bars(monkeypatch)
-    said = well_measured(model, ids, tmp_path / "s.json", "--align-samples", 2).stdout
-    assert f"aligned first, on 2 other windows of {TOKENS} tokens" in said
+    options = SensitivityOptions(str(model), str(ids), tmp_path / "s.json", samples=SCORED, align=True, align_samples=2)
+    document = write_sensitivity(options)
+    assert (document.aligned.samples, document.aligned.seq_len) == (2, TOKENS)
     assert [sum(bar.steps) for bar in bars] == [bar.total for bar in bars]
-    refused = measured(model, ids, tmp_path / "plain.json", "--align-samples", 2, align=())
-    assert one_sentence(refused).endswith("--align-samples has no effect without --align")
 
 
 def test_two_processes_share_the_models(model, ids, tmp_path):

@@ -204,7 +204,7 @@ SPD = ("--spd", "1:3", "--sync-tp-size", 2)
 
 
 def test_convert(llama, tmp_path, data):
-    out, words = tmp_path / "out", (*SPD, "--assign", "heads,neurons", "--data", data, "--device", "cpu")
+    out, words = tmp_path / "out", (*SPD, "--assign", "heads,neurons", "--data", data)
     planned = invoke_well("convert", llama, out, *words, "--dry-run")
     assert "would assign heads and neurons in layers 1:3" in planned.stderr
     assert not out.exists()

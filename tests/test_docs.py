@@ -172,6 +172,12 @@ def test_the_index_names_every_page() -> None:
     assert missing in ([], ["README.md"])
 
 
+@each_page
+def test_prose_fits_100_columns(page: Path) -> None:
+    lines = [line for line in prose(page).splitlines() if not line.lstrip().startswith(("|", "![", "### `"))]
+    assert not [line for line in lines if len(line) > 100 and " " in line.strip()]
+
+
 @functools.cache
 def texts_of_the_program() -> list[str]:
     """Every string of the package's source, with a gap where an f-string puts a value in."""

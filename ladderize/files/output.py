@@ -190,7 +190,9 @@ def _temporary(out: Path, name: str = "") -> Path:
 def clean_up(out: Path) -> None:
     """Remove temporaries of ``out`` whose writer is gone, and restore a folder that a killed run had set aside."""
     aside = _temporary(out, "old")
-    with suppress(FileNotFoundError, BlockingIOError):  # another run has finished its swap, or is in the middle of it
+    with suppress(
+        FileNotFoundError, NotADirectoryError, BlockingIOError
+    ):  # another run has finished its swap, or is in the middle of it
         lock = lock_folder(aside)
         if lock is not None:
             if out.is_dir() and any(out.iterdir()):
