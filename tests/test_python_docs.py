@@ -18,11 +18,6 @@ def test_the_page_shows_every_function():
     assert functions >= {"convert_checkpoint", "evaluate", "spd", "adapt_checkpoint", "adapt_layers", "merge", "bench"}
 
 
-def quiet_calls(code: str) -> str:
-    """The same code where only its own ``print`` writes: what a function prints is collected elsewhere."""
-    return re.sub(r"(?<![\w.])print\(", "show(", code)
-
-
 def test_the_examples_run_and_functions_are_silent(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     shown: list[str] = []
@@ -30,8 +25,9 @@ def test_the_examples_run_and_functions_are_silent(tmp_path, monkeypatch, capfd)
     assert len(BLOCKS) > 10
     for block in BLOCKS:
         bars = re.search(r"from_pretrained|load\(", block)  # transformers', which are not ours
+        quiet = re.sub(r"(?<![\w.])print\(", "show(", block)  # but what functions print
         with contextlib.redirect_stderr(io.StringIO()) if bars else contextlib.nullcontext():
-            exec(compile(quiet_calls(block), "docs/python.md", "exec"), namespace)
+            exec(compile(quiet, "docs/python.md", "exec"), namespace)
         assert capfd.readouterr() == ("", ""), block
     for line, comment in re.findall(r"^print\((?:.*)\)  # (.*?)(;.*)?$", PAGE, flags=re.M):
         assert line in shown, f"{line!r} is not among what was printed: {shown} {comment}"

@@ -32,6 +32,7 @@ from tests.quantised import FORMATS, SIZES, dequantised, save_quantised
 
 BOTH = Recipe(ladder="1:", spd="0:2", sync_tp_size=2)
 INSTALLED = importlib.util.find_spec("compressed_tensors") is not None  # the dev extra has it
+needs_library = pytest.mark.skipif(not INSTALLED, reason="compressed-tensors is not installed: pip install -e '.[dev]'")
 RUNNABLE = ("int8", "FP8 dynamic", "W4A16")
 
 
@@ -52,14 +53,11 @@ def sources(tmp_path_factory):
 def test_there_and_back(sources, tmp_path, name):
     """Weights are linked, the config is kept word for word, and --dense gives the original."""
     source = sources(name)
-    words = ("--ladder", "1:", "--spd", "0:2", "--sync-tp-size", "2", "--json")
-    outcome = invoke_well("convert", source, tmp_path / "out", *words)
-    report, body = json.loads(outcome.stdout), (tmp_path / "out" / "README.md").read_text()
+    words = ("--ladder", "1:", "--spd", "0:2", "--sync-tp-size", "2")
+    report = invoke_json("convert", source, tmp_path / "out", *words)
     assert report["weights"] == {"linked": 1}
     runs = INSTALLED and name in (*RUNNABLE, "FP8 static")
-    assert ("loading the output in plain transformers" in outcome.stderr) == runs
-    assert ("verifying: class and tensors alone: transformers " in outcome.stderr) != runs
-    assert (report["verified"]["forward"] == "finite") == runs
+    assert (report["verified"]["forward"] == "finite") == runs  # of others class and tensors alone are verified
     config, before = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", source))
     assert config["quantization_config"] == before["quantization_config"] == FORMATS[name][1]
     assert config["model_type"] == "ladderized_llama"
@@ -67,8 +65,6 @@ def test_there_and_back(sources, tmp_path, name):
     *warnings, last = report["warnings"]
     assert [("static scales" in warning) for warning in warnings] == [True] * measured
     assert "no tokenizer" in last
-    assert ("**Warning.** The static scales of activations" in body) == measured
-    assert "retrain the unquantised model" in body
     convert_checkpoint(tmp_path / "out", tmp_path / "back", Recipe(dense="all"), verify=False)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == before
     for folder in ("out", "back"):
@@ -85,9 +81,8 @@ def test_files_are_written_anew_byte_by_byte(sources, tmp_path, name):
     report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="all"), verify=False)
     assert report.weights == {"rewritten": 1}
     written = all_tensors(tmp_path / "out")
-    assert written.keys() == before.keys()
-    assert all(torch.equal(tensor, before[key]) for key, tensor in written.items())
     assert {key: tensor.dtype for key, tensor in written.items()} == {key: t.dtype for key, t in before.items()}
+    assert all(torch.equal(tensor, before[key]) for key, tensor in written.items())
 
 
 def test_what_older_modelopt_writes(sources, tmp_path):
@@ -101,7 +96,7 @@ def test_what_older_modelopt_writes(sources, tmp_path):
     assert json.loads((tmp_path / "out" / "hf_quant_config.json").read_text()) == stated
 
 
-@pytest.mark.skipif(not INSTALLED, reason="compressed-tensors is not installed: pip install -e '.[dev]'")
+@needs_library
 def test_two_groups_there_and_back(sources, tmp_path):
     """transformers verifies the output, and tells where the groups are other layers' than the tensors say."""
     source = tmp_path / "src"
@@ -120,28 +115,21 @@ def test_two_groups_there_and_back(sources, tmp_path):
         convert_checkpoint(source, tmp_path / "other", BOTH)
 
 
-# ---- what is computed ----
-
-
 def rounded(kind):
     """What compressed-tensors does with each token that a projection reads."""
 
     def read(x):
-        most = x.abs().amax(-1, keepdim=True)
+        scale = x.abs().amax(-1, keepdim=True) / (127.5 if kind == "int8" else 448)
         if kind == "int8":
-            scale = most / 127.5
             return torch.clamp(torch.round(x / scale), -128, 127) * scale
-        scale = most / 448
         return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
     return read
 
 
-@pytest.mark.parametrize(
-    "recipe", [Recipe(ladder="all"), Recipe(ladder="1:", spd="all", sync_tp_size=2)], ids=["ladder", "both"]
-)
+@pytest.mark.parametrize("recipe", [Recipe(ladder="all"), Recipe(ladder="1:", spd="all", sync_tp_size=2)], ids=str)
 @pytest.mark.parametrize("name", RUNNABLE)
-@pytest.mark.skipif(not INSTALLED, reason="compressed-tensors is not installed: pip install -e '.[dev]'")
+@needs_library
 def test_transformers_computes_the_layout(sources, tmp_path, name, recipe):
     convert_checkpoint(sources(name), tmp_path / "out", recipe, verify=False)
     compare(tmp_path / "out", sources(name), name)
@@ -169,7 +157,7 @@ def compare(folder, source, name):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-@pytest.mark.skipif(not INSTALLED, reason="compressed-tensors is not installed: pip install -e '.[dev]'")
+@needs_library
 def test_other_families(tmp_path, model_type):
     """There, inspected, computed and back: with norms of heads, biases, windows and multipliers."""
     source = save_quantised(tmp_path / "src", "int8", seed=int(torch.randint(1 << 30, ())), model_type=model_type)
@@ -183,9 +171,6 @@ def test_other_families(tmp_path, model_type):
     config, back = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "back"))
     assert back == config
     assert (tmp_path / "back" / "model.safetensors").samefile(source / "model.safetensors")
-
-
-# ---- what is refused ----
 
 
 def quantised(**changes):
@@ -203,17 +188,18 @@ def tensors(change):
     return lambda folder: edit_tensors(folder, change)
 
 
+def as_floats(stored):
+    for name in [name for name in stored if "_proj." in name]:
+        shape = stored.pop(name).shape
+        stored.update({name: torch.ones(shape)} if name.endswith("_proj.weight") else {})
+
+
 Q = "model.layers.0.self_attn.q_proj"
 WRONG = {
-    "unknown method": ("int8", quantised(quant_method="bitsandbytes"), "names the method 'bitsandbytes', but a conv"),
-    "bitsandbytes": (
-        "int8", quantised(quant_method=None, load_in_4bit=True), "names the method 'bitsandbytes', but a conversion"),
+    "bitsandbytes": ("int8", quantised(quant_method=None, load_in_4bit=True), "names the method 'bitsandbytes', but a"),
     "no method": ("int8", quantised(quant_method=None), "names no quant_method, but a conversion knows"),
     "companion missing": ("int8", tensors(lambda t: t.pop(f"{Q}.weight_scale")), f"{Q}.weight_scale is missing"),
-    "nothing quantised": (
-        "modelopt", tensors(lambda t: [
-            t.update({name: torch.ones(t[name].shape)}) if name.endswith("_proj.weight") else t.pop(name)
-            for name in list(t) if "_proj." in name]), "no projection is quantised"),
+    "nothing quantised": ("modelopt", tensors(as_floats), "no projection is quantised"),
     "config of floats": (
         "int8", lambda folder: edit_json(folder / "config.json", quantization_config=None), "not a tensor of a Llama"),
 }  # fmt: skip

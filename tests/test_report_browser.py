@@ -45,8 +45,6 @@ class Browser:
 
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
-        self.requests: list[str] = []
-        self.messages: list[str] = []
 
     def show(self, page: Path, width: int, scheme: str) -> None:
         """Open the file on a screen of this width (pixels) and wait until nothing changes any more."""
