@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.helpers import CLIPPED, invoke_well, random_ids
+from tests.helpers import CLIPPED, epochs, invoke_well, random_ids
 from tests.simulated_gpu.device import SimulatedGpu
 from tests.simulated_gpu.groups import seed
 
@@ -16,7 +16,7 @@ STEPS = ("--max-steps", 3, "--batch-size", 2, *CLIPPED, *TEACHER)
 EMULATED = ("--emulate-tp", 2, "--link", "20,100", "--repeat", 1, "--warmup", 1, "--dtype", "float32")
 SCHEDULES = ("--prompt-len", 16, "--schedules", "sequential,domino")
 TIMED = (*EMULATED, "--prompt-len", 8, "--output-len", 4, "--batch-size", 2)
-DROPPED = ("--sync-tp-size", 2, "--spd-fraction", 0.5, "--epochs", 2, "--lr", 1e-3, "--no-verify")
+DROPPED = ("--sync-tp-size", 2, "--spd-fraction", 0.5, "--no-verify")
 SCORED = ("--data", DATA, "--samples", 4, "--out", f"{OUT}.json")
 SAMPLED = ("--num-samples", 5, "--max-new-tokens", 5, "--seed", 3, "--out", f"{OUT}.jsonl")
 COMMANDS = {
@@ -71,7 +71,8 @@ def test_a_command(folders, place, name, monkeypatch):
             for sign, path in names.items():
                 word = str(word).replace(sign, str(path))
             words.append(word)
-        outcome = invoke_well(*words, "--device", device, "--json")
+        with epochs(2):
+            outcome = invoke_well(*words, "--device", device, "--json")
         return json.loads(outcome.stdout)
 
     expected = done("cpu")

@@ -13,46 +13,74 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import ROOT
-from tests.vllm.jobs import ANSWER, SEGMENTS, Job
+from tests.vllm.jobs import ANSWER, SEGMENTS, Carrier, Generate, Job, Refused, Streams
 from tests.warm import PATIENCE, free_port
 
 SEGMENT_FOLDER = Path("/dev/shm")  # where shared memory has its names
 # an engine of a few layers; several short requests fit into a step
 SMALL = {
-    "dtype": "float32", "block_size": 32, "max_model_len": 192, "max_num_batched_tokens": 256, "max_num_seqs": 8,
-    "kv_cache_memory_bytes": 32 << 20, "skip_tokenizer_init": True, "disable_log_stats": True, "seed": 0,
-}  # fmt: skip
+    "dtype": "float32",
+    "block_size": 32,
+    "max_model_len": 192,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 32 << 20,
+    "skip_tokenizer_init": True,
+    "disable_log_stats": True,
+    "seed": 0,
+}
 
 
 def ladderize(*words: object, **variables: str) -> str:
     """A command in a process of its own, as a user runs it: its stdout."""
-    command = [sys.executable, "-m", "ladderize", *map(str, words)]
-    how = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, **how)
+    result = subprocess.run(
+        [sys.executable, "-m", "ladderize", *map(str, words)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 class Rank:
+    """One process, and the lines that it answers."""
+
     def __init__(self, rank: int, ranks: int, folder: Path, segments: str) -> None:
         self.log = folder / f"rank-{rank}-of-{ranks}.log"
         worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
         cores = sorted(os.sched_getaffinity(0))
         environment = {
-            **os.environ, "PYTHONPATH": str(ROOT), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", SEGMENTS: segments,
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[(worker + i) % len(cores)]) for i in range(ranks)),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
-        }  # fmt: skip
-        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        command, session = [sys.executable, "-m", "tests.vllm.rank"], {"start_new_session": True}  # ended with it
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            SEGMENTS: segments,
+        }
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log, **streams, **session)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.vllm.rank"],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # so that all that it starts can be ended with it
+            )
         self.unread = b""
 
     def send(self, job: Job) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(job.to_line().encode() + b"\n")
+        self.process.stdin.write(job.to_json().encode() + b"\n")
         self.process.stdin.flush()
 
     def answer(self, deadline: float) -> dict[str, Any]:
@@ -91,7 +119,21 @@ class Engines:
         self.ranks, self.folder = ranks, folder
         self.members: list[Rank] = []
 
-    def run(self, model: Path, *steps: Any, environment: dict[str, str] | None = None, **options: Any) -> list[Any]:
+    def start(self) -> None:
+        """Begin with the imports; does not wait for them."""
+        if not self.members:
+            self.segments = f"ladderize-tests-{secrets.token_hex(8)}"
+            self.members = [Rank(rank, self.ranks, self.folder, self.segments) for rank in range(self.ranks)]
+            self.ready = False
+
+    def run(
+        self,
+        model: Path,
+        *steps: Generate | Streams | Refused | Carrier,
+        timeout: float = PATIENCE,
+        environment: dict[str, str] | None = None,
+        **options: Any,
+    ) -> list[Any]:
         """Build an LLM of ``model`` with these options of vLLM, do the steps, take it down; the steps' results.
 
         Raises AssertionError if a rank failed, or if ranks answered differently.
@@ -100,15 +142,15 @@ class Engines:
         executor = {"distributed_executor_backend": "external_launcher" if self.ranks > 1 else "uni"}
         engine = {**SMALL, **together, **executor, "model": str(model), **options}
         job = Job(engine, list(steps), free_port(), environment or {})
+        self.start()
         try:
-            if not self.members:
-                self.segments = f"ladderize-tests-{secrets.token_hex(8)}"
-                self.members = [Rank(rank, self.ranks, self.folder, self.segments) for rank in range(self.ranks)]
-                for rank in self.members:  # once they have imported everything
+            if not self.ready:
+                for rank in self.members:
                     rank.answer(time.monotonic() + PATIENCE)
+                self.ready = True
             for rank in self.members:
                 rank.send(job)
-            deadline = time.monotonic() + PATIENCE
+            deadline = time.monotonic() + timeout
             answers = [rank.answer(deadline) for rank in self.members]
             for answer, rank in zip(answers, self.members, strict=True):
                 assert "error" not in answer, f"{answer['error']}\n{rank.last_words()}"
@@ -130,5 +172,8 @@ class Engines:
 
 
 def tokens_of(results: list[Any]) -> list[Any]:
-    generated = [result["completions"] for result in results if isinstance(result, dict) and "completions" in result]
-    return [[completion["tokens"] for completion in completions] for completions in generated]
+    return [
+        [completion["tokens"] for completion in result["completions"]]
+        for result in results
+        if isinstance(result, dict) and "completions" in result
+    ]

@@ -1,6 +1,7 @@
-"""What a test asks the ranks of an engine to do, pickled. Imports nothing heavy: both sides read it."""
+"""What a test asks the ranks of an engine to do, as JSON. Imports nothing heavy: both sides read it."""
 
-import pickle
+import dataclasses
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,9 @@ class Counts:
     """What was counted of the pieces of a compiled model (tests/vllm/pieces.py)."""
 
 
+KINDS = {kind.__name__: kind for kind in (Generate, Streams, Refused, Carrier, Counts)}
+
+
 @dataclass
 class Job:
     """One LLM with the options ``engine``, and what it does, in this order."""
@@ -51,9 +55,12 @@ class Job:
     port: int = 0
     environment: dict[str, str] = field(default_factory=dict)  # while it runs
 
-    def to_line(self) -> str:
-        return pickle.dumps(self).hex()
+    def to_json(self) -> str:
+        steps = [{"kind": type(step).__name__, **dataclasses.asdict(step)} for step in self.steps]
+        return json.dumps({"engine": self.engine, "steps": steps, "port": self.port, "environment": self.environment})
 
-    @staticmethod
-    def from_line(line: str) -> "Job":
-        return pickle.loads(bytes.fromhex(line))
+    @classmethod
+    def from_json(cls, line: str) -> "Job":
+        document = json.loads(line)
+        steps = [KINDS[step.pop("kind")](**step) for step in document["steps"]]
+        return cls(**document | {"steps": steps})

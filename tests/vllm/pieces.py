@@ -59,6 +59,7 @@ class LateSums(Collectives):
 
 
 def backend(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """What ``compilation_config`` names."""
     compilation = CompilationConfig()
     cut_at_messages(compilation)
     assert compilation.splitting_ops is not None

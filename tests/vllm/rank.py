@@ -1,6 +1,6 @@
 """One rank of the engines under test: a process that imports vLLM once and then builds one LLM after another.
 
-``python -m tests.vllm.rank`` reads jobs from stdin, a line each, and answers a line on stdout that begins with
+``python -m tests.vllm.rank`` reads jobs from stdin, a line of JSON each, and answers a line on stdout that begins with
 ANSWER: the result, or the exception. Everything else that vLLM prints goes to stderr. The group is in RANK and
 WORLD_SIZE; a job brings the port at which its ranks meet.
 """
@@ -38,7 +38,7 @@ def main() -> None:
     answers.write(f"{ANSWER}{json.dumps({'ready': os.getpid()})}\n")
     answers.flush()
     for line in sys.stdin:
-        job = Job.from_line(line)
+        job = Job.from_json(line)
         try:
             with mock.patch.dict(os.environ, {"MASTER_PORT": str(job.port), **job.environment}):
                 answer: dict[str, Any] = {"result": run(job)}
@@ -84,7 +84,7 @@ def run(job: Job) -> list[Any]:
 
             stack.enter_context(as_on_a_gpu())
         llm = LLM(**job.engine)
-        model = weakref.ref(runner_of(llm).get_model())
+        model = weakref.ref(model_of(llm))
         stack.callback(end, llm)
         results = [STEPS[type(step)](llm, step) for step in job.steps]
         del llm
@@ -111,6 +111,10 @@ def runner_of(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
+def model_of(llm: Any) -> Any:
+    return runner_of(llm).get_model()
+
+
 def generate(llm: Any, step: Generate) -> dict[str, Any]:
     """Greedy tokens, the log-probabilities of the best at each of them, and what vLLM counted on the way."""
     from vllm import SamplingParams
@@ -125,27 +129,41 @@ def generate(llm: Any, step: Generate) -> dict[str, Any]:
         return engine_step()
 
     llm.llm_engine.step = counted
-    how = {"max_tokens": step.tokens, "logprobs": step.logprobs, "ignore_eos": True, "detokenize": False}
+    sampling = SamplingParams(
+        max_tokens=step.tokens, temperature=0, logprobs=step.logprobs, ignore_eos=True, detokenize=False
+    )
     names = sorted({name for name in step.adapters if name})
-    adapters = [LoRARequest(name, 1 + names.index(name), name) if name else None for name in step.adapters]
-    prompts = [{"prompt_token_ids": prompt} for prompt in step.prompts]
-    sampling = SamplingParams(temperature=0, **how)
-    outputs = llm.generate(prompts, sampling, lora_request=adapters if names else None, use_tqdm=False)
+    requests = [
+        LoRARequest(name, 1 + names.index(name), name) if name else None
+        for name in step.adapters or [None] * len(step.prompts)
+    ]
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in step.prompts],
+        sampling,
+        lora_request=requests if names else None,
+        use_tqdm=False,
+    )
     del llm.llm_engine.step
-    completions = []
-    for output in outputs:
-        made = output.outputs[0]
-        logprobs = [{str(token): value.logprob for token, value in at.items()} for at in made.logprobs]
-        completions.append({"tokens": list(made.token_ids), "logprobs": logprobs, "cached": output.num_cached_tokens})
-    return {"completions": completions, "steps": steps}
+    return {
+        "completions": [
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "logprobs": [
+                    {str(token): value.logprob for token, value in at.items()} for at in output.outputs[0].logprobs
+                ],
+                "cached": output.num_cached_tokens,
+            }
+            for output in outputs
+        ],
+        "steps": steps,
+    }
 
 
 def streams(llm: Any, step: Streams) -> list[list[list[float]]]:
     """What a drafter that reads hidden states is given: for each layer asked for, [tokens][hidden size]."""
     from vllm import SamplingParams
 
-    runner = runner_of(llm)
-    model = runner.get_model()
+    runner, model = runner_of(llm), model_of(llm)
     seen: list[Any] = []
     model.set_aux_hidden_state_layers(tuple(step.layers))
     runner.use_aux_hidden_state_outputs = True

@@ -19,6 +19,7 @@ def bench(folder: Path, *arguments: object, **variables: str) -> str:
 
 
 def test_one_rank_from_the_command_to_the_file(tmp_path):
+    """Stock and plugin, two batch sizes."""
     out = tmp_path / "bench.json"
     given = ("--layout", "dense", "--baselines", "plugin", "--batch-size", "1,3")
     shown = bench(tmp_path, *given, "--repeat", 2, "--threads", 1, "--out", out, "--json")

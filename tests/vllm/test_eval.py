@@ -26,6 +26,7 @@ SHARED = {"models": ("model",), "dtype": "float32", "tasks": ("demo_copying",), 
 
 
 def model_with_tokenizer(name: str, folder: Path) -> Path:
+    """A random model with the tokenizer of the demo."""
     make(name, folder, **SIZES)
     for file in MODEL.glob("tokenizer*"):
         shutil.copy(file, folder)

@@ -30,8 +30,12 @@ def test_prompts_in_pieces_and_prefixes_from_the_cache(engines, tmp_path):
     model = make("spd 4", tmp_path)
     prompts = random_prompts(90, 5, 41, 60)
     again = [prompts[0], prompts[0][:64] + random_prompts(9)[0][1:]]
-    how = {"max_num_batched_tokens": 20, "enable_prefix_caching": True, "enforce_eager": True}
-    before, after = engines(2).run(tmp_path, Generate(prompts), Generate(again), **how)
+    before, after = engines(2).run(
+        *(tmp_path, Generate(prompts), Generate(again)),
+        max_num_batched_tokens=20,
+        enable_prefix_caching=True,
+        enforce_eager=True,
+    )
     check(model, prompts, before)
     assert before["steps"] >= sum(map(len, prompts)) // 20
     check(model, again, after)
@@ -47,10 +51,15 @@ def test_adapters(engines, tmp_path):
     adapted.add_adapter("second", config)
     randomise(torch.nn.ModuleList(module for key, module in adapted.named_modules() if key.endswith("lora_B")), 1)
     adapted.save_pretrained(tmp_path)
-    step = Generate(prompts, adapters=[str(tmp_path / "first"), None, str(tmp_path / "second")])
-    how = {"enable_lora": True, "max_lora_rank": 8, "enforce_eager": True}
-    # of adapters 3: vLLM's kernels for CPUs give requests without adapter the last slot, an empty one
-    (result,) = engines(2).run(tmp_path / "model", step, max_loras=3, **how)
+    folders = [str(tmp_path / "first"), None, str(tmp_path / "second")]
+    (result,) = engines(2).run(
+        tmp_path / "model",
+        Generate(prompts, adapters=folders),
+        enable_lora=True,
+        max_lora_rank=8,
+        max_loras=3,  # vLLM's kernels for CPUs give requests without adapter the last slot: an empty one
+        enforce_eager=True,
+    )
     for place, adapter in enumerate(("first", None, "second")):
         one = {"completions": [result["completions"][place]]}
         if adapter is None:
@@ -67,7 +76,8 @@ def test_adapters(engines, tmp_path):
 def test_layouts_have_compiled_models_of_their_own(engines, tmp_path):
     """One after the other in one folder, as converted anew, with the same cache: models of one shape that differ in
     their layout must not be taken for each other."""
-    group, compiled = engines(1), []
+    group = engines(1)
+    compiled = []
     for name in ("spd 2", "ladder all"):
         model = make(name, tmp_path, **SMALLER)
         prompts = random_prompts(3, 40)
@@ -75,7 +85,8 @@ def test_layouts_have_compiled_models_of_their_own(engines, tmp_path):
         check(model, prompts, result)
         kept = (group.folder / "cache").glob("torch_compile_cache/torch_aot_compile/*")
         compiled.append({path.name for path in kept})
-    assert compiled[0] < compiled[1]
+    first, second = compiled
+    assert first < second
 
 
 def test_pieces_are_cuda_graphs(engines, tmp_path):

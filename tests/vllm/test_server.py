@@ -40,16 +40,27 @@ def save_source(folder: Path) -> None:
 
 @contextlib.contextmanager
 def served(model: Path, log: Path, *options: object) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The address of a server with this model, once it is ready."""
     port = free_port()
     arguments = ["serve", model, "--host", "127.0.0.1", "--port", port, *options]
     cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "|".join((cores * 2)[:2]),
-        "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join((cores * 2)[:2]),
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     with log.open("wb") as stream:
-        how = {"cwd": log.parent, "env": environment, "stdin": subprocess.DEVNULL, "start_new_session": True}
-        process = subprocess.Popen([COMMAND, *map(str, arguments)], stdout=stream, stderr=stream, **how)
+        process = subprocess.Popen(
+            [COMMAND, *map(str, arguments)],
+            cwd=log.parent,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
     try:
         address = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + PATIENCE
@@ -67,8 +78,9 @@ def served(model: Path, log: Path, *options: object) -> Iterator[tuple[str, subp
 
 
 def post(address: str, **document: Any) -> Any:
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(address, data=json.dumps(document).encode(), headers=headers)
+    request = urllib.request.Request(
+        address, data=json.dumps(document).encode(), headers={"Content-Type": "application/json"}
+    )
     return urllib.request.urlopen(request, timeout=PATIENCE)
 
 
@@ -85,8 +97,9 @@ def processes_of_group(leader: int) -> list[int]:
 def test_convert_and_serve(tmp_path):
     """Two ranks, compiled, with the server's defaults: an answer at once, the same as a stream, and a clean end."""
     save_source(tmp_path / "source")
-    layout = ("--ladder", "1:", "--spd", "0:2", "--sync-tp-size", 2)
-    invoke_well("convert", tmp_path / "source", tmp_path / "out", *layout)
+    invoke_well(
+        *("convert", tmp_path / "source", tmp_path / "out", "--ladder", "1:", "--spd", "0:2", "--sync-tp-size", 2)
+    )
     ladderize.register()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     prompt, expected = [], []

@@ -16,6 +16,7 @@ def parser() -> Any:
 
 
 def served(page: Any) -> list[list[str]]:
+    """The arguments of each server that a page starts."""
     found = []
     for block in blocks(page):
         for line in block.text.replace("\\\n", " ").splitlines() if block.language in ("sh", "") else []:

@@ -24,8 +24,9 @@ def test_eager(engines, tmp_path, name, ranks):
     prompts = random_prompts(*LENGTHS)
     (unseen,) = random_prompts(33)  # nothing of it lies in the prefix cache
     layers = list(range(SHAPE["num_hidden_layers"]))
-    steps = (Generate(prompts[3:4]), Generate(prompts), Streams(unseen, layers))
-    alone, together, streams = engines(ranks).run(tmp_path, *steps, enforce_eager=True)
+    alone, together, streams = engines(ranks).run(
+        *(tmp_path, Generate(prompts[3:4]), Generate(prompts), Streams(unseen, layers)), enforce_eager=True
+    )
     check(model, prompts[3:4], alone)
     check(model, prompts, together)
     with torch.no_grad():
@@ -40,8 +41,9 @@ def test_eager(engines, tmp_path, name, ranks):
 def test_compiled(engines, tmp_path, name, ranks, environment):
     model = make(name, tmp_path)
     prompts = random_prompts(*LENGTHS)
-    steps = (Generate(prompts[3:4]), Generate(prompts), Carrier())
-    alone, together, carrier = engines(ranks).run(tmp_path, *steps, environment=environment)
+    alone, together, carrier = engines(ranks).run(
+        tmp_path, Generate(prompts[3:4]), Generate(prompts), Carrier(), environment=environment
+    )
     check(model, prompts[3:4], alone)
     check(model, prompts, together)
     assert carrier == "gloo" or environment != GLOO
