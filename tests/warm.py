@@ -57,20 +57,28 @@ def free_port() -> int:
 
 
 class WarmPython:
+    """The server, and how to start processes with it."""
+
     def __init__(self) -> None:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        command = [sys.executable, str(Path(__file__).with_name("warm_server.py"))]
-        environment, pipe = {**os.environ, "PYTHONPATH": path}, subprocess.PIPE
-        self.server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self.server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("warm_server.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert self._line() == "ready"
+
+    def _line(self) -> str:
         assert self.server.stdout is not None
-        assert self.server.stdout.readline() == "ready\n"
+        return self.server.stdout.readline().strip()
 
     def ask(self, request: Mapping[str, object]) -> int:
         assert self.server.stdin is not None
-        assert self.server.stdout is not None
         self.server.stdin.write(json.dumps(request) + "\n")
         self.server.stdin.flush()
-        return int(self.server.stdout.readline())
+        return int(self._line())
 
     def close(self) -> None:
         assert self.server.stdin is not None
@@ -97,14 +105,15 @@ class WarmProcess:
         self.args = command
         self.returncode: int | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="warm-python-")
-        self._streams = {name: Path(self._folder.name) / name for name in ("stdout", "stderr")}
-        for stream in self._streams.values():
+        self._streams = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        for stream in self._streams:
             stream.touch()
-        self._server, streams = warm_python(), {name: str(path) for name, path in self._streams.items()}
+        self._server = warm_python()
         request = {"argv": argv, "env": dict(env or os.environ), "cwd": str(cwd or Path.cwd())}
-        self.pid = self._server.ask(request | streams)
+        self.pid = self._server.ask({**request, "stdout": str(self._streams[0]), "stderr": str(self._streams[1])})
 
     def has_ended(self) -> bool:
+        """Without waiting for it."""
         if self.returncode is not None:
             return True
         try:
@@ -117,6 +126,7 @@ class WarmProcess:
             os.kill(self.pid, signal.SIGKILL)
 
     def exit_code(self) -> int:
+        """Of a process that has ended."""
         if self.returncode is None:
             self.returncode = self._server.ask({"wait": self.pid})
         return self.returncode
@@ -131,7 +141,7 @@ class WarmProcess:
                 raise subprocess.TimeoutExpired(list(map(str, self.args)), timeout)
             time.sleep(0.005)
         self.exit_code()
-        stdout, stderr = (stream.read_text() for stream in self._streams.values())
+        stdout, stderr = (stream.read_text() for stream in self._streams)
         return stdout, stderr
 
 
