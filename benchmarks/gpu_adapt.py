@@ -81,7 +81,7 @@ def open_loop(options: AdaptOptions, rows: Any, work: Path) -> Iterator[tuple[Ta
     reset_accelerate()
     accelerator = open_accelerator(options, "bf16" if task.compute == torch.bfloat16 else None)
     trained = make_model(task, accelerator, Ranks(0, 1, device), SILENT)
-    with TrainingFolder(work, {}) as folder:
+    with TrainingFolder(work, "adapt", {}) as folder:
         yield task, Loop(trained, rows, list(rows[:2]), task.pace, folder, SILENT, task.stored)
     reset_accelerate()
 

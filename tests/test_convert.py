@@ -171,7 +171,7 @@ def test_another_layout_and_back_to_dense(llama, tmp_path):
     assert again.layout == "4 layers: ladder 0"  # a layout, as a recipe of a file, is all of it
     assert (tmp_path / "b" / "README.source.md").read_text().endswith("The original card.\n")
     report = convert_checkpoint(tmp_path / "b", tmp_path / "c", Recipe(dense="all"))
-    assert report.verified.model_class == "LlamaForCausalLM"
+    assert report.verified["model_class"] == "LlamaForCausalLM"
     assert json.loads((tmp_path / "c" / "config.json").read_text()) == json.loads((llama / "config.json").read_text())
     assert not list((tmp_path / "c").glob("*.py"))
 

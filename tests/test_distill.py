@@ -64,7 +64,7 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name):
         with torch.no_grad():
             assert float(trainer.loss(torch.arange(5))) == pytest.approx(float(expected), rel=1e-4)
             added = (dense[index + 1] - dense[index])[3:].square().mean()
-            assert trainer.added_part() == pytest.approx(float(added), rel=1e-4)
+            assert trainer._heldout_mean(trainer.added) == pytest.approx(float(added), rel=1e-4)
         assert expected > 1e-4
     assert passed == list(range(max(layers) + 1))
 

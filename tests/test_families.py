@@ -98,7 +98,7 @@ def test_to_a_layout_and_back(model_type, tmp_path):
     save_llama(tmp_path / "src", model_type=model_type)
     report = convert_checkpoint(tmp_path / "src", tmp_path / "out", Recipe(ladder="1:", spd="0:2", sync_tp_size=2))
     prefix = family_of({"model_type": model_type}).class_prefix
-    assert report.verified.model_class == f"Ladderized{prefix}ForCausalLM"
+    assert report.verified["model_class"] == f"Ladderized{prefix}ForCausalLM"
     model, ids = load(tmp_path / "out"), random_ids(1, 9)
     expected, _ = Oracle(model.state_dict(), model.config)(ids)
     torch.testing.assert_close(model(ids).logits, expected, **TOLERANCE)

@@ -109,7 +109,7 @@ def test_two_groups_there_and_back(sources, tmp_path):
     }
     quantised(config_groups=groups, format="mixed-precision")(source)
     report = convert_checkpoint(source, tmp_path / "out", BOTH)
-    assert report.verified.forward == "finite"
+    assert report.verified["forward"] == "finite"
     quantised(config_groups={**groups, "W4A16": {**groups["W4A16"], "targets": ["re:.*attn.*"]}})(source)
     with pytest.raises(UserError, match="does not load in plain transformers"):
         convert_checkpoint(source, tmp_path / "other", BOTH)

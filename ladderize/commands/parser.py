@@ -50,7 +50,7 @@ def typed(function: Command, has_config: bool) -> Callable[..., None]:
         function(make_options(kind, {**from_file, **field_values(kind, line)}), Console(json))
 
     parameters = [Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    parameters += [_parameter(field, hints[field.name]) for field in described(kind)]
+    parameters += [_parameter(field, hints[field.name], has_config) for field in described(kind)]
     parameters.append(_parameter_of("json", AS_JSON, bool, False))
     if has_config:
         parameters.append(_parameter_of("config", CONFIG, Path | None, None))
@@ -74,8 +74,11 @@ def read_config(kind: type, path: Path) -> dict[str, Any]:
     return field_values(kind, document, f"--config {path}")
 
 
-def _parameter(field: Field, hint: Any) -> Parameter:
-    """Return typer's parameter of an option or argument."""
+def _parameter(field: Field, hint: Any, has_config: bool) -> Parameter:
+    """Return typer's parameter of an option or argument.
+
+    has_config: a file may give it, so typer does not ask for it.
+    """
     description: Option = field.metadata[OPTION]
     is_required = field.default is MISSING
     default = field.default
@@ -85,7 +88,7 @@ def _parameter(field: Field, hint: Any) -> Parameter:
         hint = list[get_args(hint)[0]]  # type: ignore[misc]
     if hint is bool:
         default = False  # also of a switch that begins with --no-
-    elif is_required and description.positional:
+    elif is_required and description.positional and not has_config:
         default = Parameter.empty
     elif description.shown or description.parse or default in (None, (), MISSING):
         hint, default = hint | None, None
