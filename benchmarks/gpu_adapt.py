@@ -81,9 +81,12 @@ def open_loop(options: AdaptOptions, rows: Any, work: Path) -> Iterator[tuple[Ta
     reset_accelerate()
     accelerator = open_accelerator(options, "bf16" if task.compute == torch.bfloat16 else None)
     trained = make_model(task, accelerator, Ranks(0, 1, device), SILENT)
-    with TrainingFolder(work, "adapt", {}) as folder:
+    folder = TrainingFolder(work, "adapt", {})  # not as a context, whose end removes it: a later one goes on
+    try:
         yield task, Loop(trained, rows, list(rows[:2]), task.pace, folder, SILENT, task.stored)
-    reset_accelerate()
+    finally:
+        folder.unlock()
+        reset_accelerate()
 
 
 def losses(loop: Loop, count: int, first: int = 0) -> list[float]:

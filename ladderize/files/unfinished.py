@@ -41,7 +41,7 @@ class Unfinished:
             try:
                 self._open({**json.loads(json.dumps(identity)), "command": command})
             except BaseException:
-                self._unlock()
+                self.unlock()
                 raise
 
     def _open(self, identity: dict[str, Any]) -> None:
@@ -86,9 +86,9 @@ class Unfinished:
             elif isinstance(error, KeyboardInterrupt):
                 self.console.note(f"stopped; {self.folder} keeps what is done, and the same command goes on from there")
         finally:
-            self._unlock()
+            self.unlock()
 
-    def _unlock(self) -> None:
+    def unlock(self) -> None:
         if self.lock is not None:
             os.close(self.lock)
         self.lock = None
