@@ -105,7 +105,7 @@ def test_losses_and_gradients_are_those_of_the_whole_vocabulary(ranks, with_teac
     rtol, atol = {"large": (1e-3, 1e-3), "bfloat16": (torch.finfo(torch.bfloat16).eps, 1e-6)}.get(kind, (2e-5, 2e-6))
     torch.testing.assert_close(grad.double(), right_grad, rtol=rtol, atol=atol)
     assert grad.dtype == logits.dtype
-    assert all(sizes == [tokens * (4 if with_teacher else 2) * 4] for sizes in sent)  # one message, and a small one
+    assert all(sizes == [tokens * (4 if with_teacher else 2) * 8] for sizes in sent)  # one message, and a small one
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

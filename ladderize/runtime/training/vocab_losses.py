@@ -20,7 +20,7 @@ from ladderize.blocks import LOGITS_AT_ONCE
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.training.batch import Batch
 
-STATISTICS_BYTES = 16  # of a token, that each rank sends at most
+STATISTICS_BYTES = 32  # of a token, that each rank sends at most
 
 
 class LossModule(nn.Module):
@@ -53,7 +53,7 @@ def vocab_parallel_losses(
     are padding, which counts for nothing.
     targets: [tokens], in the whole vocabulary; a target that is not in it makes the cross-entropy NaN.
 
-    One all-gather of [tokens, 2] float32 (4 with a teacher) is sent; without tokens nothing.
+    One all-gather of [tokens, 2] float64 (4 with a teacher) is sent; without tokens nothing.
     """
     width = max(0, min(vocab - vocab_start, logits.shape[1]))
     owner = targets.clamp(0, vocab - 1)[:, None] // max(1, logits.shape[1])  # the rank that has the target
@@ -66,16 +66,16 @@ def vocab_parallel_losses(
     with torch.no_grad():
         # of each token: log sum exp, log q of the target, and with a teacher its log sum exp and the divergence
         columns = 2 if teacher is None else 4
-        statistics = torch.zeros((len(logits), columns), device=logits.device)
+        statistics = torch.zeros((len(logits), columns), device=logits.device, dtype=torch.float64)
         statistics[:, ::2] = -math.inf  # of a rank that has nothing but padding
         for rows in _chunks(logits) if width else ():
             scores = logits[rows].float()
             logs = scores.log_softmax(-1)
-            statistics[rows, 0] = scores.logsumexp(-1)
+            statistics[rows, 0] = _log_sum(scores)
             statistics[rows, 1] = logs.gather(1, column[rows])[:, 0].where(here[rows], 0)
             if teacher is not None:
                 scores = teacher[rows].float()
-                statistics[rows, 2] = scores.logsumexp(-1)
+                statistics[rows, 2] = _log_sum(scores)
                 likely = scores.log_softmax(-1)
                 statistics[rows, 3] = (likely.exp() * (likely - logs)).sum(-1)
         gathered = collectives.all_gather(statistics) if len(logits) else statistics
@@ -91,8 +91,8 @@ def vocab_parallel_losses(
             weighted = teacher_shares.exp() * (divergences + teacher_shares - log_shares)
             divergence = weighted.where(teacher_shares > -math.inf, 0).sum()  # 0 times infinite is 0 here
             shares.append(statistics[:, 2] - sums.logsumexp(-1))
-    shares = [share.exp() for share in shares]
-    return _WithGradient.apply(logits, (entropy, divergence), teacher, column, here, *shares)
+    shares = [share.exp().float() for share in shares]
+    return _WithGradient.apply(logits, (entropy.float(), divergence.float()), teacher, column, here, *shares)
 
 
 @torch.no_grad()
@@ -145,6 +145,12 @@ class _WithGradient(torch.autograd.Function):
             result.scatter_add_(1, column[rows], -entropy_grad * here[rows, None])
             grad[rows] = result
         return (grad, *[None] * (len(ctx.saved_tensors)))
+
+
+def _log_sum(scores: Tensor) -> Tensor:
+    """Return log sum exp of each row, fp64: in fp32 large scores would leave nothing of how ranks share a token."""
+    top = scores.amax(-1, keepdim=True)
+    return top[:, 0].double() + (scores - top).exp().sum(-1).double().log()
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
