@@ -133,7 +133,7 @@ def field_values(kind: type, values: Mapping[str, Any], where: str = "") -> dict
 def _field_value(field: dataclasses.Field, hint: Any, value: Any) -> Any:
     """Return a field's value from what a command line or YAML has: text, numbers, switches, and lists of these."""
     description: Option = field.metadata[OPTION]
-    name, kind = flag(parameter_name(field)), _without_none(hint)
+    name, kind = flag(parameter_name(field)), without_none(hint)
     if kind is bool:
         if not isinstance(value, bool):
             raise UsageError(f"{name} is {value!r}, but it is a switch: write true or false")
@@ -160,7 +160,7 @@ def _read(kind: Any, text: str, name: str) -> Any:
         raise UsageError(f"{name} {text!r} is not {wanted}") from None
 
 
-def _without_none(hint: Any) -> Any:
+def without_none(hint: Any) -> Any:
     """Return the annotation X of X and of X | None."""
     kinds = [kind for kind in get_args(hint) if kind is not type(None)]
     return kinds[0] if type(None) in get_args(hint) else hint
@@ -199,7 +199,7 @@ def check_options(options: Any) -> None:
 
 def check_value(field: dataclasses.Field, hint: Any, value: Any) -> None:
     """Raise UsageError for a value that is none of the words of its annotation, or out of its option's range."""
-    name, kind = flag(parameter_name(field)), _without_none(hint)
+    name, kind = flag(parameter_name(field)), without_none(hint)
     if get_origin(kind) is Literal and value not in get_args(kind):
         raise UsageError(f"{name} {value} is not one of {', '.join(get_args(kind))}")
     description: Option | None = field.metadata.get(OPTION)

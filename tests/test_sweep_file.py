@@ -50,6 +50,13 @@ def test_lists_are_a_grid(place):
     assert [one.options.batch_sizes for one in read.bench] == [(1, 2), (1, 2), (1,)]
 
 
+def test_a_grid_of_teachers(place):
+    """Of weight 0 there is none."""
+    adapt = {"method": "full", "data": "a.npy", "max_tokens": "1k", "distill_weight": [0, 1]}
+    read = sweep_spec(spec(place, adapt=[adapt]), "s.yaml")
+    assert [way.stages[0].options.distill_from for way in read.adapt] == [None, "DENSE"]
+
+
 def test_a_layout_that_is_named_twice_is_measured_once(place, tmp_path):
     layouts = [{"ladder": "0:4"}, {"name": "again", "ladder": "all"}, {"ladder": [["0", "1"], "0:2"]}]
     adapt = ["none", {**spec(place)["adapt"][1], "layouts": "again"}]

@@ -24,7 +24,7 @@ def adapt(options: AdaptOptions, console: Console) -> None:
         console.document(document)
         console.prose(text)
         return
-    device = start_on(cast("DeviceName | None", options.device), None)
+    device = start_on(cast("DeviceName | None", options.device))
     if layers is not None:
         from ladderize.adapt.layers.rewrite import adapt_layers
 

@@ -112,7 +112,7 @@ def _converted(options: ConvertOptions, console: Console) -> "ConversionReport":
     if not options.assign:
         return converted()
     with console.stage(LOADING):
-        device = start_on(None, None)
+        device = start_on(None)
         from ladderize.adapt.layers.assign import apart_layers, assign_ranks, assignable
         from ladderize.convert.plan import Changes
 

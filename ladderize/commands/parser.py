@@ -18,6 +18,7 @@ from ladderize.choices import (
     flag,
     make_options,
     parameter_name,
+    without_none,
 )
 from ladderize.console import Console
 from ladderize.errors import UserError
@@ -96,14 +97,12 @@ def _parameter(field: Field, hint: Any, has_config: bool) -> Parameter:
 
 
 def _parameter_of(name: str, description: Option, hint: Any, default: Any, is_required: bool = False) -> Parameter:
-    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
-    plain = kinds[0] if type(None) in get_args(hint) else hint
     if description.positional:
         declared: Any = typer.Argument(metavar=description.metavar, help=description.help)
     else:
         declared = typer.Option(
             *(description.flags.split() or [flag(name)]),
-            metavar=description.metavar or METAVARS.get(plain),
+            metavar=description.metavar or METAVARS.get(without_none(hint)),
             # a file of --config may give it, so typer does not ask for it
             help=description.help + (" [dim]\\[required][/dim]" if is_required else ""),
             min=None if description.parse else description.min,  # typer sees the text, before it is parsed

@@ -12,7 +12,7 @@ from ladderize.files.regular import resolved
 def sensitivity(options: SensitivityOptions, console: Console) -> None:
     """Measure what each layer of a dense model costs when its sync points are overlapped or dropped."""
     with loading(options, console):
-        device = start_on(options.device, None)
+        device = start_on(options.device)
         from ladderize.adapt.layers.sensitivity import write_sensitivity
     document = write_sensitivity(replace(options, device=device), console=console)
     console.document(document.to_dict())

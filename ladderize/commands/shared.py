@@ -88,19 +88,19 @@ def runtime_device(device: DeviceName | None, backend: BackendName, threads: int
     return device
 
 
-def start_on(device: DeviceName | None, threads: int | None) -> DeviceName:
+def start_on(device: DeviceName | None) -> DeviceName:
     """Check the device, divide the cores among the processes of this machine, and return the device.
 
     One process keeps the threads that OMP_NUM_THREADS gave torch. With several, torchrun may have set the variable to
     1.
     """
-    device = compute_options(device, threads)
+    device = compute_options(device, None)
     from ladderize.ranks.device import set_threads
     from ladderize.ranks.environment import OMP_NUM_THREADS, launched
 
     processes = launched().local_size
-    if threads is not None or processes > 1 or not os.environ.get(OMP_NUM_THREADS):
-        set_threads(threads, processes)
+    if processes > 1 or not os.environ.get(OMP_NUM_THREADS):
+        set_threads(None, processes)
     return device
 
 

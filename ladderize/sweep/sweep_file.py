@@ -343,9 +343,8 @@ def _stages(entry: Any, at: str, data: Given) -> Iterator[AdaptEntry]:
     promote = read_value(int | None, common.pop("promote", None), f"{at}: promote")
     if promote is not None and promote < 1:
         raise UserError(f"{at}: promote is {promote}, but must be at least 1")
-    is_taught = common.get("distill_weight") != 0
-    dense = {"distill_from": "DENSE"} if is_taught else {}
     for values in grid(common, "adapt"):
+        dense = {"distill_from": "DENSE"} if values.get("distill_weight") != 0 else {}
         options = _options(AdaptOptions, "adapt", values, at, model="MODEL", out="OUT", **dense)
         typed = [flag(key) if value is True else f"{flag(key)} {value}" for key, value in values.items()]
         yield AdaptEntry(options, tuple(typed), promote)
