@@ -25,7 +25,7 @@ class GpuOperations(Operations):
         self.programs = programs
 
     def norm(self, norm: RMSNorm, x: Stream) -> Tensor:
-        if isinstance(x, Unadded) and x.parts is not None:
+        if isinstance(x, Unadded) and x.summands is not None:
             return x.add_by(lambda stream, added: triton_kernels.add_rms_norm(stream, added, norm.weight, norm.eps))
         return triton_kernels.rms_norm(whole(x), norm.weight, norm.eps)
 

@@ -107,7 +107,7 @@ class PartsCache(NoCache):
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
-        self.parts: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+        self.slices: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
         self.by_heads: dict[int, PartsCache] = {}
 
     def kv_heads(self, begin: int, end: int) -> KVCache:
@@ -116,9 +116,9 @@ class PartsCache(NoCache):
     def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
         assert isinstance(columns, int)
         dtype = self.keys.dtype
-        self.parts.setdefault(layer, {})[columns] = (keys.to(dtype), values.to(dtype))
+        self.slices.setdefault(layer, {})[columns] = (keys.to(dtype), values.to(dtype))
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        stored = self.parts[layer]
+        stored = self.slices[layer]
         keys, values = zip(*(stored[first] for first in sorted(stored) if first < length), strict=True)
         return torch.cat(keys, 2), torch.cat(values, 2)

@@ -106,12 +106,12 @@ class AcrossGroups(Collectives):
 
     def __init__(self, within: Collectives, peers: Collectives, position: int) -> None:
         super().__init__(peers.ranks)
-        self.name, self.within, self.peers, self.place = peers.name, within, peers, position
+        self.name, self.within, self.peers, self.position = peers.name, within, peers, position
 
     def all_reduce_async(self, x: Tensor) -> Handle:
         if x.nbytes < SLICED_BYTES or x.shape[-1] % self.within.ranks:
             return self.peers.all_reduce_async(x)
-        handle = self.peers.all_reduce_async(x.chunk(self.within.ranks, -1)[self.place].contiguous())
+        handle = self.peers.all_reduce_async(x.chunk(self.within.ranks, -1)[self.position].contiguous())
         return Handle(lambda: self.within.all_gather(handle.wait()))
 
     @property

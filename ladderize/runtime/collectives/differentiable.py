@@ -25,15 +25,15 @@ class Unadded:
     __slots__ = ("parts", "total")
 
     def __init__(self, stream: Tensor, added: Tensor) -> None:
-        self.parts: tuple[Tensor, Tensor] | None = (stream, added)
+        self.summands: tuple[Tensor, Tensor] | None = (stream, added)
         self.total: Tensor | None = None
 
     def add_by(self, kernel: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
         """Return what ``kernel`` makes of the stream beside the stream itself, with the sum. Only the first reader may
         ask."""
-        assert self.parts is not None
-        self.total, made = kernel(*self.parts)
-        self.parts = None
+        assert self.summands is not None
+        self.total, made = kernel(*self.summands)
+        self.summands = None
         return made
 
 
@@ -45,8 +45,8 @@ def whole(stream: Stream) -> Tensor:
     if isinstance(stream, Tensor):
         return stream
     if stream.total is None:
-        assert stream.parts is not None
-        stream.total, stream.parts = stream.parts[0] + stream.parts[1], None
+        assert stream.summands is not None
+        stream.total, stream.summands = stream.summands[0] + stream.summands[1], None
     return stream.total
 
 
