@@ -22,7 +22,7 @@ class Unadded:
     """The residual stream [batch, tokens, hidden] and a sum that is not added to it yet: who reads the stream first may
     add it in a kernel that does something else, too."""
 
-    __slots__ = ("parts", "total")
+    __slots__ = ("summands", "total")
 
     def __init__(self, stream: Tensor, added: Tensor) -> None:
         self.summands: tuple[Tensor, Tensor] | None = (stream, added)
