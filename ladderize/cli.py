@@ -9,22 +9,11 @@ import typer
 
 from ladderize import __version__
 from ladderize.boundary import DEBUG, INTERRUPTED, error_boundary
-from ladderize.commands import (
-    adapt,
-    bench,
-    calibrate,
-    compare,
-    convert,
-    evaluate,
-    generate,
-    inspect,
-    merge,
-    plan,
-    report,
-    sensitivity,
-    spd,
-)
+from ladderize.commands.convert import convert, inspect
+from ladderize.commands.measure import bench, compare, evaluate, generate, report
 from ladderize.commands.parser import BadCommandLine, add
+from ladderize.commands.plan import calibrate, plan
+from ladderize.commands.recover import adapt, merge, sensitivity, spd
 from ladderize.console import is_text
 from ladderize.demo.command import demo
 from ladderize.errors import UsageError
@@ -91,18 +80,18 @@ def root(
 
 
 CONVERT, RECOVER, MEASURE = "Convert", "Recover accuracy", "Measure and run"
-add(app, CONVERT, plan.plan, config=True)
-add(app, CONVERT, convert.convert)
-add(app, CONVERT, inspect.inspect)
-add(app, CONVERT, sensitivity.sensitivity, config=True)
-add(app, RECOVER, spd.spd, config=True)
-add(app, RECOVER, adapt.adapt, config=True)
-add(app, RECOVER, merge.merge)
-add(app, MEASURE, evaluate.evaluate, "eval", config=True)
-add(app, MEASURE, compare.compare)
-add(app, MEASURE, bench.bench, config=True)
-add(app, MEASURE, calibrate.calibrate, config=True)
-add(app, MEASURE, report.report)
-add(app, MEASURE, generate.generate)
+add(app, CONVERT, plan, config=True)
+add(app, CONVERT, convert)
+add(app, CONVERT, inspect)
+add(app, CONVERT, sensitivity, config=True)
+add(app, RECOVER, spd, config=True)
+add(app, RECOVER, adapt, config=True)
+add(app, RECOVER, merge)
+add(app, MEASURE, evaluate, "eval", config=True)
+add(app, MEASURE, compare)
+add(app, MEASURE, bench, config=True)
+add(app, MEASURE, calibrate, config=True)
+add(app, MEASURE, report)
+add(app, MEASURE, generate)
 add(app, MEASURE, sweep)
 add(app, MEASURE, demo)

@@ -1,4 +1,4 @@
-"""The commands, a file for each: parse, call, print.
+"""The commands: parse, call, print.
 
 Heavy imports are inside of functions. Only cli, sweep and demo, which run commands, import from here.
 """

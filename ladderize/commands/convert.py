@@ -1,4 +1,4 @@
-"""Convert a checkpoint to a layout, and show what was written."""
+"""The commands ``convert`` and ``inspect``: make a checkpoint of a layout, and show what a checkpoint is."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,6 +11,7 @@ from ladderize.choices import (
     OUTPUT,
     OVERWRITE,
     argument,
+    check_options,
     flag,
     option,
 )
@@ -124,3 +125,32 @@ def _converted(options: ConvertOptions, console: Console) -> "ConversionReport":
     assigning = AssignOptions(assign=options.assign, data=options.data, device=device)
     assignment = assign_ranks(options.src, recipe, assigning, console=console)
     return converted(Changes(assignment=assignment))
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    model: str = argument("MODEL", "A checkpoint: folder or hub id (only its .json files are downloaded).")
+    tp_size: int | None = option(
+        "TP size to count bytes for.", panel=OUTPUT, min=2, shown="the layout's sync_tp_size, else up to 8"
+    )
+    layers: bool = option("Print the table of all layers too.", False, panel=OUTPUT)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def inspect(options: InspectOptions, console: Console) -> None:
+    """Show a checkpoint's layout, and its sync points and bytes per token beside the dense model's."""
+    from ladderize.convert.inspection import inspect_checkpoint
+
+    report = inspect_checkpoint(options.model, tp_size=options.tp_size)
+    console.document(report.to_dict())
+    if report.refusal is not None:
+        console.warn(f"convert would refuse it: {report.refusal}")
+    if options.layers:
+        console.table(report.layers, right=["layer"])
+        console.result("")
+    for line in report.lines():
+        console.prose(line, indent=12)
+    console.result(f"\nper token, on each of {report.tp_size} ranks:")
+    console.table(report.rows(), right=["dense", "this layout"])

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from glob import has_magic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.choices import BackendName, DeviceName, flag
@@ -16,9 +16,6 @@ from ladderize.families.registry import find_family
 from ladderize.files.regular import split_name
 from ladderize.layout import check_split
 from ladderize.ranks.environment import WORLD_SIZE
-
-if TYPE_CHECKING:
-    from ladderize.adapt.layers.rewrite import LayersDocument
 
 MOST_SHOWN = 8  # files of a folder
 LOADING = "loading torch and transformers"  # the first line of a command that computes
@@ -107,19 +104,3 @@ def start_on(device: DeviceName | None) -> DeviceName:
 def command_line(*arguments: object) -> str:
     """Return a command line of ``ladderize``, quoted for a shell."""
     return shlex.join(["ladderize", *map(str, arguments)])
-
-
-# ---- models whose layers were rewritten ----
-
-
-def show_layers(console: Console, document: "LayersDocument") -> None:
-    """Print what happened to each layer, and the measures of the model before and after."""
-    from ladderize.adapt.layers.rewrite import METHODS
-
-    rows = [report.row() for report in document.layers]
-    console.table(rows, right=[next(iter(rows[0]))])
-    console.prose(METHODS[document.method].errors)
-    console.result("")
-    console.table(document.measured_rows(), right=["perplexity", "stderr", "KL to dense"])
-    console.prose(document.target)
-    console.result(f"wrote {document.out}")

@@ -10,11 +10,9 @@ import torch
 
 from ladderize.adapt.options import FULL, LORA, AdaptOptions
 from ladderize.choices import OPTION, described, identity
-from ladderize.commands.adapt import adapt
-from ladderize.commands.bench import bench
 from ladderize.commands.convert import convert
-from ladderize.commands.evaluate import evaluate
-from ladderize.commands.merge import MergeOptions, merge
+from ladderize.commands.measure import bench, evaluate
+from ladderize.commands.recover import MergeOptions, adapt, merge
 from ladderize.files.regular import names_a_file
 from ladderize.files.unfinished import run_digest
 from ladderize.layout import Layout
