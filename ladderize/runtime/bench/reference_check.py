@@ -61,13 +61,10 @@ def checked_specs(specs: list[ModelSpec], options: BenchOptions) -> list[ModelSp
     return [spec for spec in specs if is_checked and spec.folder is not None]
 
 
-def longest_checked(specs: list[ModelSpec], prompt_len: int) -> int:
+def longest_checked(spec: ModelSpec, prompt_len: int) -> int:
     """Return the number of elements of the check's longest message: hidden states of the texts, or logits."""
-    longest = 0
-    for spec in specs:
-        longer, _, steps = text_lengths(spec.positions, prompt_len)
-        states, logits = spec.config["hidden_size"] * (longer + steps), spec.config["vocab_size"] * PIECE
-        longest = max(longest, TEXTS * states, TEXTS * logits)
+    longer, _, steps = text_lengths(spec.positions, prompt_len)
+    longest: int = TEXTS * max(spec.config["hidden_size"] * (longer + steps), spec.config["vocab_size"] * PIECE)
     return longest
 
 

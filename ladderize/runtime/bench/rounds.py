@@ -29,7 +29,7 @@ from ladderize.runtime.bench.document import (
     PhaseCommunication,
     may_overlap,
 )
-from ladderize.runtime.bench.messages import Message, Sender, recorded
+from ladderize.runtime.bench.messages import Message, recorded
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.trace import cpu_flights, flights_of, gpu_flights, overlap_of, traced_events
 from ladderize.runtime.collectives.base import NoCommunication
@@ -60,7 +60,7 @@ class Variant:
 
     name: str
     spec: ModelSpec
-    model: Sender
+    model: Any  # which has ``collectives``
     run: Run
     silent: Run | None = None
     schedule: ScheduleName = "sequential"
@@ -70,10 +70,6 @@ class Variant:
     samples: Samples = field(default_factory=dict)
     silent_samples: Samples = field(default_factory=dict)
     overlap: dict[str, Overlap] | None = None
-
-    @property
-    def kind(self) -> str:
-        return MODEL_ROW if self.name == self.spec.name else BASELINE_ROW
 
 
 Alone = Callable[[Message, Variant], float]  # the ms of a message with nothing beside it
@@ -182,7 +178,7 @@ def rows_of(document: BenchDocument, variants: Sequence[Variant], batch: int, al
             bound_share = min(sum(map(statistics.median, phases)) for phases in rivals) / figures["ms"][total]
         yield BenchRow(
             model=variant.name,
-            kind=variant.kind,
+            kind=MODEL_ROW if variant.name == variant.spec.name else BASELINE_ROW,
             schedule=variant.schedule,
             layout=str(layout),
             attention_sync=list(layout.attention_sync),
