@@ -22,7 +22,6 @@ from ladderize.errors import UserError
 from ladderize.families.registry import known_family
 from ladderize.files.output import temporary_folder
 from ladderize.layout import CONFIG_KEYS
-from ladderize.ranks.device import default_device
 from ladderize.ranks.environment import GLOO_INTERFACE
 from ladderize.ranks.group import Ranks, host_id
 from ladderize.runtime.bench.document import BenchDocument, environment
@@ -41,7 +40,6 @@ from ladderize.vllm.environment import (
     ends_of,
     installed_version,
     is_newer,
-    newer_problem,
     not_known,
     stock,
 )
@@ -72,11 +70,11 @@ def bench_vllm(options: BenchOptions, *, console: Console = SILENT) -> BenchDocu
     if is_newer():
         console.warn(f"{not_known()}: it was not tried")
     try:
-        emulated = MessageBackend.from_environment(os.environ).link is not None
+        emulated = MessageBackend.from_environment().link is not None
     except ValueError as error:
         raise UserError(str(error)) from None
     options = replace(options, engine="vllm")
-    specs = chosen_models(options, default_device())
+    specs = chosen_models(options)
     for spec in specs:
         check_runnable(spec.config, spec.layout, options.tp_size)
         if spec.config["vocab_size"] != specs[0].config["vocab_size"]:
@@ -128,8 +126,6 @@ def measure_vllm(
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     warnings.simplefilter("ignore")  # of vLLM and its imports
-    if problem := newer_problem():
-        raise UserError(problem)
     from ladderize.vllm.messages import Messages
 
     register_plugin()  # also where ladderize runs from a source tree, whose entry points are not installed
@@ -147,7 +143,7 @@ def measure_vllm(
         senders.append(messages[0] if messages else SimpleNamespace(collectives=Collectives()))
     carriers = {sender.collectives.name for sender in senders if isinstance(sender, Messages)}
     machine = environment(ranks, settings=("VLLM_", "LADDERIZE_"), vllm=installed_version() or "unknown")
-    link = MessageBackend.from_environment(os.environ).link
+    link = MessageBackend.from_environment().link
     document = BenchDocument(False, options, communicator(), machine, link, engine="vllm")
     document.messages = ", ".join(sorted(carriers)) or None
     numbers = itertools.count()

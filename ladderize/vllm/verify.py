@@ -1,6 +1,5 @@
 """The refusals of settings that a layout cannot have in vLLM, or was not tested with, before workers exist."""
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -33,7 +32,7 @@ class VerifyLadderized(VerifyAndUpdateConfig):
         from vllm.platforms import current_platform
 
         layout = layout_of(vllm_config)
-        backend = MessageBackend.from_environment(os.environ)
+        backend = MessageBackend.from_environment()
         problem = problem_with(layout, vllm_config, backend)
         if problem is not None:
             raise ValueError(problem)

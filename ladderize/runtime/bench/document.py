@@ -20,8 +20,7 @@ from ladderize.runtime.schedule import ScheduleName
 if TYPE_CHECKING:
     from ladderize.ranks.group import Ranks
 
-MODEL_ROW, BASELINE_ROW = "model", "baseline, for timing only"
-NO_COMM = "no-comm baseline"  # its row
+MODEL_ROW = "model"  # another kind of row is a baseline
 
 LEAST_ROUNDS = 3  # with fewer there is no interval
 ENOUGH_ROUNDS = 5  # with fewer an interval is too narrow
@@ -290,8 +289,14 @@ def show_bench(document: BenchDocument, console: Console) -> None:
         console.prose("Weights are random: only the times are meaningful.")
     for line in _checks(document, labels):
         console.prose(line)
-    for warning in _warnings(document):
-        console.warn(warning)
+    link, sizes = document.link, document.extrapolated_bytes
+    if link is not None and link.derived:
+        console.warn(f"{link.name} was not measured with {document.options.ranks} ranks: its times are {link.derived}")
+    if link is not None and sizes:
+        extrapolated = " to ".join(dict.fromkeys((human_bytes(sizes[0]), human_bytes(sizes[-1]))))
+        console.warn(f"extrapolated beyond the sizes that {link.name} was measured at: messages of {extrapolated}")
+    if doubt := few_rounds(document.options.repeat):
+        console.warn(doubt)
 
 
 def _heading(document: BenchDocument) -> str:
@@ -335,15 +340,3 @@ def _checks(document: BenchDocument, labels: dict[str, str]) -> Iterator[str]:
     unchecked = {row.model for row in document.rows if row.is_model and not row.is_random} - document.checks.keys()
     if unchecked:
         yield f"Not checked against a reference: {', '.join(sorted(unchecked))}."
-
-
-def _warnings(document: BenchDocument) -> Iterator[str]:
-    """Yield the doubts about an emulated link's times and about the rounds."""
-    link, sizes = document.link, document.extrapolated_bytes
-    if link is not None and link.derived:
-        yield f"{link.name} was not measured with {document.options.ranks} ranks: its times are {link.derived}"
-    if link is not None and sizes:
-        extrapolated = " to ".join(dict.fromkeys((human_bytes(sizes[0]), human_bytes(sizes[-1]))))
-        yield f"extrapolated beyond the sizes that {link.name} was measured at: messages of {extrapolated}"
-    if doubt := few_rounds(document.options.repeat):
-        yield doubt

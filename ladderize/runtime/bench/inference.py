@@ -16,7 +16,7 @@ from ladderize.console import SILENT, Console
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import check_writable, write_json
 from ladderize.memory import check_room
-from ladderize.ranks.device import check_device, default_device
+from ladderize.ranks.device import default_device
 from ladderize.ranks.environment import already_started, is_main_rank
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import BenchDocument, environment, show_bench
@@ -64,7 +64,6 @@ def bench(options: BenchOptions, *, console: Console = SILENT) -> BenchDocument:
     if options.engine == "vllm":
         raise UsageError("vLLM is timed by ladderize.vllm.bench.bench_vllm")
     options = replace(options, device=options.device or default_device())
-    check_device(str(options.device))
     return run_and_show(options, console, measure_models, plan_bench(options))
 
 
@@ -85,10 +84,11 @@ def run_and_show(
         check_writable(options.out, inputs=[options.random_weights, options.link])
     if options.tp_size > 1 and not already_started():
         console.note(f"starting {options.tp_size} ranks")
-    ranks: dict[str, Any] = {"tp_size": options.tp_size, "threads": options.threads, "report": keep}
+    work, device = (measure, models, options, console), options.device or default_device()
     try:
-        device = options.device or default_device()
-        document: BenchDocument = run(measure, models, options, console, device=device, **ranks)
+        document: BenchDocument = run(
+            *work, tp_size=options.tp_size, device=device, threads=options.threads, report=keep
+        )
         if is_main_rank():
             keep(document)
     finally:  # also after Ctrl-C
@@ -111,7 +111,7 @@ def run_and_show(
 
 def plan_bench(options: BenchOptions) -> list[ModelSpec]:
     """Return the checked models. Raises UsageError for faults of the arguments alone, else UserError or LayoutError."""
-    specs = chosen_models(options, options.device or default_device())
+    specs = chosen_models(options)
     chosen_link(options, specs)
     for spec in specs if options.train else ():
         check_runnable(spec.config, spec.layout, options.ranks, name=options.ranks_option)
@@ -122,10 +122,10 @@ def plan_bench(options: BenchOptions) -> list[ModelSpec]:
     return specs
 
 
-def chosen_models(options: BenchOptions, device: str) -> list[ModelSpec]:
+def chosen_models(options: BenchOptions) -> list[ModelSpec]:
     """Return the checked models that the options name, split over the ranks. Makes the folder of --profile."""
     options.check_named()
-    check_group_size(options.tp_size, device)
+    check_group_size(options.tp_size, options.device or default_device())
     split: dict[str, Any] = {"tp_size": options.ranks, "dtype": options.dtype, "option": options.ranks_option}
     if options.random_weights is None:
         specs = [checkpoint_spec(model, **split) for model in options.models]

@@ -20,9 +20,7 @@ from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import (
-    BASELINE_ROW,
     MODEL_ROW,
-    NO_COMM,
     BenchDocument,
     BenchRow,
     Overlap,
@@ -103,11 +101,8 @@ def time_models(document: BenchDocument, variants: list[Variant], batch: int, gr
     their traces. All ranks call it."""
     options, earlier = document.options, [*document.rows]
     alone = functools.partial(time_alone, document=document, group=group, console=console)
-    timed: list[tuple[Run, Samples]] = []
-    for variant in variants:
-        timed.append((variant.run, variant.samples))
-        if variant.silent is not None:
-            timed.append((variant.silent, variant.silent_samples))
+    timed = [(variant.run, variant.samples) for variant in variants]
+    timed += [(variant.silent, variant.silent_samples) for variant in variants if variant.silent is not None]
     shuffle = random.Random(options.seed)  # the same on every rank
     # nothing moves on the terminal while a sample is taken: the bar is drawn between rounds
     with console.progress(f"timing, batch {batch}", options.warmup + options.repeat) as advance:
@@ -161,7 +156,7 @@ def rows_of(document: BenchDocument, variants: Sequence[Variant], batch: int, al
     for variant in variants:
         shown.append(variant)
         if variant.has_silent_row:
-            shown.append(replace(variant, name=NO_COMM, silent=None, overlap=None))
+            shown.append(replace(variant, name="no-comm baseline", silent=None, overlap=None))
             shown[-1].samples = variant.silent_samples
     total, counted, tokens = "end_to_end", "decode", batch
     if options.train:
@@ -178,12 +173,10 @@ def rows_of(document: BenchDocument, variants: Sequence[Variant], batch: int, al
             bound_share = min(sum(map(statistics.median, phases)) for phases in rivals) / figures["ms"][total]
         yield BenchRow(
             model=variant.name,
-            kind=MODEL_ROW if variant.name == variant.spec.name else BASELINE_ROW,
+            kind=MODEL_ROW if variant.name == variant.spec.name else "baseline, for timing only",
             schedule=variant.schedule,
             layout=str(layout),
-            attention_sync=list(layout.attention_sync),
-            mlp_sync=list(layout.mlp_sync),
-            sync_tp_size=layout.sync_tp_size,
+            **layout.to_config(),
             weights="random" if folder is None else str(folder),
             dtype=variant.spec.dtype,
             tp_size=options.ranks,

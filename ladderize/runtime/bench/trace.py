@@ -100,10 +100,8 @@ def cpu_flights(events: Sequence[dict[str, Any]], alone: Sequence[float]) -> lis
 
 def gpu_flights(events: Iterable[dict[str, Any]]) -> list[Flight]:
     """Return the communication kernels, with the time in which any other kernel ran."""
-    sending, others = [], []
-    for event in events:
-        if event.get("cat") == "kernel" and event.get("ph") == "X":
-            (sending if COMMUNICATION_KERNELS.search(event["name"]) else others).append(event)
-    spans = spans_of(sending)
-    covered = covered_between(spans_of(others), [begin for begin, _ in spans], [end for _, end in spans])
+    kernels = [event for event in events if event.get("cat") == "kernel" and event.get("ph") == "X"]
+    spans = spans_of(event for event in kernels if COMMUNICATION_KERNELS.search(event["name"]))
+    others = spans_of(event for event in kernels if not COMMUNICATION_KERNELS.search(event["name"]))
+    covered = covered_between(others, [begin for begin, _ in spans], [end for _, end in spans])
     return [Flight(begin, end - begin, under) for (begin, end), under in zip(spans, covered, strict=True)]
