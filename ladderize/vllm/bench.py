@@ -27,7 +27,7 @@ from ladderize.ranks.group import Ranks, host_id
 from ladderize.runtime.bench.document import BenchDocument, environment
 from ladderize.runtime.bench.inference import check_dense, chosen_models, random_prompts, run_and_show
 from ladderize.runtime.bench.options import BenchOptions
-from ladderize.runtime.bench.rounds import Variant, measure
+from ladderize.runtime.bench.rounds import Benchmark, Variant, measure
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.shm import remove_segments
 from ladderize.runtime.shards import Shape, cache_bytes, check_runnable
@@ -89,11 +89,8 @@ def bench_vllm(options: BenchOptions, *, console: Console = SILENT) -> BenchDocu
 
 def served_models(specs: list[ModelSpec], options: BenchOptions, work: Path, *, emulated: bool = False) -> list[Served]:
     """Make a folder for each row under ``work``, and return the rows. Checkpoints' files are linked; only configs are
-    written.
-
-    emulated: a delay stands for each all-reduce. vLLM's own class has none, so dense models run in the plugin's, too.
-    Raises UserError for the baseline of a model that is not dense.
-    """
+    written. ``emulated``: a delay stands for each all-reduce. vLLM's own class has none, so dense models run in the
+    plugin's, too."""
     rows = [(spec.name, spec, emulated or not spec.layout.is_dense) for spec in specs]
     if "plugin" in options.baselines:
         check_dense("plugin", specs[0])
@@ -156,7 +153,7 @@ def measure_vllm(
             variants.append(Variant(row.name, row.spec, sender, run, architecture=row.architecture))
         return variants
 
-    return measure(document, open_variants, ranks, console)
+    return measure(Benchmark(document, ranks, console), open_variants)
 
 
 def start_engine(served: Served, options: BenchOptions, ranks: Ranks, sharing: int) -> Any:
@@ -201,10 +198,8 @@ def serve_batch(name: str, engine: Any, prompts: list[list[int]], numbers: Itera
     """Run a batch of requests until each has its first token, and to their ends, as ``Variant.run`` does.
 
     Tokens that vLLM has handed out are computed, and on a GPU it computes the next ones by then: nothing to wait for.
-    Raises UserError if vLLM did not prefill all prompts in one step: the time would not be that of a prefill.
-
-    numbers: gives each request a number of its own.
-    """
+    ``numbers``: of the requests. Raises UserError if vLLM did not prefill all prompts in one step: the time would not
+    be that of a prefill."""
     from vllm import SamplingParams, TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 

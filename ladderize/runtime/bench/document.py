@@ -185,14 +185,6 @@ class BenchDocument(Record):
     messages: str | None = None  # the backend of messages in flight in vLLM
     extrapolated_bytes: list[int] | None = None  # sizes of messages beyond those that the link was measured at
 
-    @property
-    def disproved(self) -> list[str]:
-        """The names of the passes in whose trace nothing overlapped, although it should."""
-        overlaps = {
-            f"{row.model} ({phase})": overlap for row in self.rows for phase, overlap in (row.overlap or {}).items()
-        }
-        return [name for name, overlap in overlaps.items() if overlap.proven is False]
-
 
 def few_rounds(repeat: int) -> str:
     """Return a warning about intervals of so few rounds; empty where there are enough."""

@@ -23,7 +23,7 @@ from ladderize.runtime.bench.document import BenchDocument, environment, show_be
 from ladderize.runtime.bench.messages import Message, expected_messages, record_messages, sent_sums
 from ladderize.runtime.bench.options import BenchOptions, layout_names, named_layout
 from ladderize.runtime.bench.reference_check import check_models, checked_specs, longest_checked
-from ladderize.runtime.bench.rounds import Variant, measure, synchronize, variant_name
+from ladderize.runtime.bench.rounds import Benchmark, Variant, measure, synchronize, variant_name
 from ladderize.runtime.bench.training import open_steps, step_opener, trained_key
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
@@ -54,7 +54,6 @@ from ladderize.runtime.spec import (
     shape_spec,
 )
 from ladderize.runtime.step import Step
-from ladderize.runtime.training.vocab_losses import STATISTICS_BYTES
 
 
 def bench(options: BenchOptions, *, console: Console = SILENT) -> BenchDocument:
@@ -100,8 +99,9 @@ def run_and_show(
     if document.failed:
         first, *others = document.failed.values()
         raise UserError(f"{first}, so it was not timed" + (f", and neither were {len(others)} more" if others else ""))
-    if document.disproved:
-        names = " and ".join(document.disproved)
+    overlaps = [(row.model, *item) for row in document.rows for item in (row.overlap or {}).items()]
+    if disproved := [f"{model} ({phase})" for model, phase, overlap in overlaps if overlap.proven is False]:
+        names = " and ".join(disproved)
         raise UserError(f"nothing overlapped in the trace of {names}, although it should: its row is not valid")
     return document
 
@@ -195,41 +195,37 @@ def measure_models(group: Ranks, specs: list[ModelSpec], options: BenchOptions, 
         in_flight = max(schedule.in_flight for schedule in options.timed_schedules)
         collectives, backend = choose(options.backend, group, max_bytes=longest, in_flight=in_flight)
     document = BenchDocument(False, options, backend, environment(group, operations=operations), link)
+    benchmark = Benchmark(document, group, console)
     with torch.inference_mode(not options.train):
         if options.train:
             open_step = step_opener(group, options.ranks)
-            opener = partial(open_steps, specs, open_step, collectives, document, group, console)
+            opener = partial(open_steps, benchmark, specs, open_step, collectives)
         else:
             weights = WeightCache(group.device, pack=True, replicate_vocab=options.replicate_vocab)
-            check_models(document, specs, collectives, weights, group, console)
+            check_models(benchmark, specs, collectives, weights)
             sound = [spec for spec in specs if spec.name not in document.failed]
             # baselines are of the first model that was named
             baselines = options.baselines if specs[0] in sound else ()
-            opener = partial(open_models, sound, baselines, collectives, weights, options, group, console)
-        measure(document, opener, group, console)
+            opener = partial(open_models, benchmark, sound, baselines, collectives, weights)
+        measure(benchmark, opener)
     collectives.settle()
     return document
 
 
 def longest_message(specs: list[ModelSpec], options: BenchOptions) -> int:
-    """Return the bytes of the longest message. In training sums are in float32 where they are checked, and the losses
-    exchange some numbers for each token."""
-    rows = max(options.batch_sizes)
-    tokens, longest = rows * options.prompt_len, 0
+    """Return the bytes of the longest message: hidden states or logits. In training, sums are checked in float32."""
+    rows, longest = max(options.batch_sizes), 0
     for spec in specs:
-        hidden, vocab, width = spec.config["hidden_size"], spec.config["vocab_size"], spec.torch_dtype.itemsize
-        if options.train:
-            longest = max(longest, 4 * hidden * tokens, STATISTICS_BYTES * tokens)
-        else:
-            longest = max(longest, width * hidden * tokens, width * vocab * rows)
+        width = 4 if options.train else spec.torch_dtype.itemsize
+        of_row = max(spec.config["hidden_size"] * options.prompt_len, spec.config["vocab_size"])
+        longest = max(longest, width * rows * of_row)
     for spec in checked_specs(specs, options):
         longest = max(longest, spec.torch_dtype.itemsize * longest_checked(spec, options.prompt_len))
     return longest
 
 
 def check_bench_memory(specs: list[ModelSpec], options: BenchOptions, group: Ranks) -> None:
-    """Raise UserError if the ranks of this machine cannot hold what is checked and timed. All ranks call it. Otherwise
-    the system would start to kill processes."""
+    """Raise UserError if the ranks of this machine cannot hold what is checked and timed. All ranks call it."""
     advice = "choose fewer or smaller models, fewer layers, a smaller --batch-size, or more ranks"
     advice += "; with --no-check no whole model is needed"
     needed = needed_bytes(specs, options, group.device)
@@ -258,23 +254,22 @@ def needed_bytes(specs: list[ModelSpec], options: BenchOptions, device: torch.de
 
 
 def open_models(
+    benchmark: Benchmark,
     specs: Sequence[ModelSpec],
     baselines: Sequence[str],
     collectives: Collectives,
     weights: WeightCache,
-    options: BenchOptions,
-    group: Ranks,
-    console: Console,
     batch: int,
 ) -> list[Variant]:
     """Open the models by every schedule, then the baseline of the first. Models with caches of one size share one,
     since only one runs at a time. Raises UserError if one sends other messages than its layout asks for."""
+    options, group = benchmark.document.options, benchmark.group
     timed = [(spec, schedule, TPLlama) for spec in specs for schedule in options.timed_schedules]
     if "parallel" in baselines:
         timed.append((specs[0], SEQUENTIAL, ParallelLlama))
     variants: list[Variant] = []
     caches: list[KVCache] = []
-    with console.stage("loading weights"):
+    with benchmark.console.stage("loading weights"):
         for spec, schedule, model_class in timed:
             generators = []
             for sender in (collectives, NoCommunication(collectives.ranks)):

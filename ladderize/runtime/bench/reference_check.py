@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ladderize.blocks import Blocks, window_streams
 from ladderize.checkpoint.opening import open_checkpoint
-from ladderize.console import Console
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import BenchOptions
+from ladderize.runtime.bench.rounds import Benchmark
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.decode import Generator
 from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
@@ -92,16 +91,9 @@ def _logits(spec: ModelSpec, device: torch.device, ids: Tensor, positions: list[
         return blocks.logits(stream[:, positions].to(device)).cpu()
 
 
-def check_models(
-    document: BenchDocument,
-    specs: list[ModelSpec],
-    collectives: Collectives,
-    weights: WeightCache,
-    group: Ranks,
-    console: Console,
-) -> None:
+def check_models(benchmark: Benchmark, specs: list[ModelSpec], collectives: Collectives, weights: WeightCache) -> None:
     """Compare checkpoints with their references, and note the differences or failures. All ranks call it."""
-    options = document.options
+    options, group, console = benchmark.document.options, benchmark.group, benchmark.console
     specs = checked_specs(specs, options)
     if not specs:
         return
@@ -123,9 +115,9 @@ def check_models(
                     generators.append(generator)
             outcome = check_against_reference(generators, reference, spec, group)
         if isinstance(outcome, str):
-            document.failed[spec.name] = outcome
+            benchmark.document.failed[spec.name] = outcome
         else:
-            document.checks[spec.name] = outcome
+            benchmark.document.checks[spec.name] = outcome
 
 
 def check_against_reference(

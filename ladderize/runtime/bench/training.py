@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from ladderize.checkpoint.config import expected_tensors
-from ladderize.console import Console
 from ladderize.layout import APART
 from ladderize.ranks.device import avoid_cudnn_attention
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.messages import Message, Observed, expected_messages, read_sums, record_messages, sent_sums
-from ladderize.runtime.bench.rounds import Variant, synchronize, variant_name
+from ladderize.runtime.bench.rounds import Benchmark, Variant, synchronize, variant_name
 from ladderize.runtime.collectives.base import Collectives, Handle, NoCommunication
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
@@ -34,18 +32,13 @@ SMALL_TENSOR = 1e-3
 
 
 def open_steps(
-    specs: Sequence[ModelSpec],
-    open_step: "Callable[..., ModelStep]",
-    collectives: Collectives,
-    document: BenchDocument,
-    group: Ranks,
-    console: Console,
-    rows: int,
+    benchmark: Benchmark, specs: Sequence[ModelSpec], open_step: "OpenStep", collectives: Collectives, rows: int
 ) -> list[Variant]:
     """Open every model with every schedule, and leave out those whose gradients are not the sequential schedule's.
     Raises UserError if one sends other messages than its layout asks for."""
-    options, variants = document.options, []
-    with console.stage(f"opening and checking the schedules, batch {rows}"):
+    document, group, variants = benchmark.document, benchmark.group, []
+    options = document.options
+    with benchmark.console.stage(f"opening and checking the schedules, batch {rows}"):
         for spec in specs:
             batch = Batch.random(spec.config["vocab_size"], rows, options.prompt_len, options.seed, group.device)
             expected = None
@@ -68,7 +61,7 @@ def open_steps(
     return variants
 
 
-def step_opener(group: Ranks, ranks: int) -> "Callable[[ModelSpec, Schedule, Collectives, Batch], ModelStep]":
+def step_opener(group: Ranks, ranks: int) -> "OpenStep":
     """Return a function that opens steps of ``ranks`` ranks, real or emulated. Weights are read once for models that
     share them."""
     loaded: dict[object, TrainedWeights] = {}
@@ -154,6 +147,9 @@ class ModelStep:
         if self.is_real:
             sent["backward"].append(Message("all_reduce", OfGroup(self.group), small))
         return sent
+
+
+OpenStep = Callable[[ModelSpec, Schedule, Collectives, Batch], ModelStep]
 
 
 class OfGroup(Collectives):
