@@ -269,8 +269,9 @@ def show_bench(document: BenchDocument, console: Console) -> None:
     for phase in ("step", "forward", "backward") if document.options.train else ("prefill", "decode"):
         console.result(f"\n{PHASE_TITLES[phase]}{' (emulated)' if document.link is not None else ''}")
         table = [{"model": labels[row.model], **_entries(document, row, phase)} for row in document.rows]
-        explained.update(*table)
-        empty = {title: "" for title in COLUMNS if title in set().union(*table)}
+        shown = set().union(*table)
+        explained |= shown
+        empty = {title: "" for title in COLUMNS if title in shown}
         table += [{"model": Path(name).name, "ms": "failed"} for name in document.failed]
         console.table([empty | entries for entries in table], right=[*(empty.keys() - {"model", "class"})])
     console.result("")
