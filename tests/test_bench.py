@@ -16,7 +16,6 @@ from ladderize.runtime import launch as distributed
 from ladderize.runtime import model as runtime_model
 from ladderize.runtime import spec
 from ladderize.runtime.bench import inference, reference_check, rounds
-from ladderize.runtime.bench import plan as bench_plan
 from ladderize.runtime.bench.document import BenchDocument, environment
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives, Handle
@@ -369,13 +368,13 @@ def test_memory_is_checked_before_it_is_taken(tmp_path, monkeypatch):
     for path in MODEL.resolve().iterdir():
         (converted / path.name).symlink_to(path)
     both = [model, spec.checkpoint_spec(str(converted), tp_size=1)]
-    needed = bench_plan.needed_bytes(both, options, ALONE.device)
+    needed = inference.needed_bytes(both, options, ALONE.device)
     own, cache = held_bytes(generator.model.weights), held_bytes(generator.cache)
     assert own <= needed - cache <= 1.3 * own  # packed, the tied LM head is a copy
     monkeypatch.setattr(memory, "available_bytes", lambda device: needed)
-    bench_plan.check_bench_memory(both, options, ALONE)
+    inference.check_bench_memory(both, options, ALONE)
     with pytest.raises(UserError, match="in each of 2 processes needs .* are free; choose fewer or smaller models"):
-        bench_plan.check_bench_memory(both, options, dataclasses.replace(ALONE, local_size=2))
+        inference.check_bench_memory(both, options, dataclasses.replace(ALONE, local_size=2))
     monkeypatch.setattr(memory, "available_bytes", lambda device: cache * 3 // 2)
     with pytest.raises(UserError, match="a KV cache for 3 texts of 12 tokens in each of 2 processes needs"):
         spec.open_generator(model, Collectives(), weights, dataclasses.replace(ALONE, local_size=2), 3, 12)
@@ -383,4 +382,4 @@ def test_memory_is_checked_before_it_is_taken(tmp_path, monkeypatch):
     emulated = dataclasses.replace(options, emulate_tp=2, batch_sizes=(1,))
     monkeypatch.setattr(memory, "available_bytes", lambda device: own - 1)
     with pytest.raises(UserError, match="with --no-check no whole model is needed"):
-        bench_plan.check_bench_memory(both, emulated, ALONE)
+        inference.check_bench_memory(both, emulated, ALONE)
