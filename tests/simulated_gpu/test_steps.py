@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ladderize.adapt.layers import align_layer
 from ladderize.adapt.layers.align import align
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob
 from ladderize.adapt.layers.options import AlignOptions
@@ -141,6 +140,8 @@ def test_the_host_waits_once(folders, monkeypatch, name, make):
 def test_align_waits_for_no_batch(folders, tmp_path, monkeypatch):
     """The states lie on the GPU."""
     ids = random_ids(8, 16)
+    # rounding decides how many others are tried
+    monkeypatch.setattr("ladderize.adapt.layers.align.RIDGES", [1e-3])
 
     def waits(place):
         place.mkdir()
@@ -149,9 +150,9 @@ def test_align_waits_for_no_batch(folders, tmp_path, monkeypatch):
             files, ranks = LayerFiles(place), Ranks(0, 1, DEVICE)
             windows, weights = Windows(ids[:6], ids[6:]), blocks.weights
             job = LayerJob(blocks, blocks, blocks.layout, tuple(range(LAYERS)), weights, weights, windows, ranks, files)
-            align(job, AlignOptions("a.npy"), [1e-3])  # rounding decides how many others are tried
+            align(job, AlignOptions("a.npy"))
         return sum(gpu.syncs.values())
 
     whole = waits(tmp_path / "whole")
-    monkeypatch.setattr(align_layer, "TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr("ladderize.adapt.layers.align.TOKENS_AT_ONCE", 1)
     assert waits(tmp_path / "one by one") == whole

@@ -1,11 +1,18 @@
 """The choice of the KV groups and MLP neurons that share a virtual rank, where an attention's sum is late or dropped.
 
-A permutation of either changes nothing in a dense model. In such a block a rank's neurons see that rank's heads alone,
-so it decides what is lost. Relatives: head grouping of Sync-Point Drop (arXiv 2502.20727), and arXiv 2609.13846.
+A permutation of either changes nothing in a dense model. In such a block the MLP's neurons of rank r see r's own heads
+only. With act_n the input of down_proj that neuron n gives, it costs on rank r
+
+    E[(act_n with all heads - act_n with the heads of r)^2] * |down[:, n]|^2.
+
+For given heads of all ranks the cheapest balanced assignment of the neurons is exact (``cheapest_ranks``). The heads of
+ranks are exchanged while the cheapest assignment gets cheaper. Relatives: head grouping of Sync-Point Drop (arXiv
+2502.20727), and arXiv 2609.13846.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-from ladderize.adapt.layers.assign_layer import ApartBlock, BlockTokens, Members, cheapest_ranks, descend
 from ladderize.adapt.layers.layer_files import Contender, assigned_weights, heldout_measures
 from ladderize.adapt.layers.options import HEADS, NEURONS, SHORT, AssignOptions
 from ladderize.adapt.layers.windows import Windows, read_rows, split_windows
@@ -37,115 +44,171 @@ WINDOW_TOKENS = 512  # of windows, unless the data are rows of ids
 # what the heads are chosen on; neurons and what is kept have all
 SAMPLE_TOKENS, SAMPLE_NEURONS = 4096, 2048
 WINDOWS_AT_ONCE_TOKENS = 4096
+MIN_GAIN = 1e-9  # relative; less is rounding
+BLOCK_TOKENS = 2048
+ALL = slice(None)  # neurons
+Members = tuple[tuple[int, ...], ...]  # the head units of each rank, ascending
 
 
-def assign_ranks(
-    model: str | Path, recipe: Recipe, options: AssignOptions, *, console: Console = SILENT
-) -> RankAssignment:
-    """Return the assignment for what a recipe makes of a dense model, with one layer in memory at a time. Raises
-    UserError where the model, the layout or the data leave nothing to assign."""
-    checkpoint, layout = assignable(str(model), recipe)
-    data, wanted, positions = options.data or "", assign_tokens(checkpoint.config), most_positions(checkpoint.config)
-    with console.stage("reading the data"):
-        rows = read_rows(checkpoint, data, console, enough=2 * wanted)
-        length = row_of_ids([data]) or min(WINDOW_TOKENS, positions)
-        count = sum(map(len, rows)) // length
-        if count < 2:
-            raise UserError(f"{data} gives {count} windows of {length} tokens, and one is held out; give more data")
-        drawn = draw_windows(rows, spec=data, positions=positions, seq_len=length, seed=0)
-    windows = split_windows(drawn, None, None, wanted)
-    assert windows is not None  # there are two
-    device = torch.device(options.device or default_device())
-    blocks = Blocks(checkpoint, compute_dtype("auto", stored_dtype(checkpoint)), device)
-    return assign_layers(blocks, layout, options.assign, windows, console=console)
+@dataclass(frozen=True)
+class BlockTokens:
+    """Tokens that enter a block of the dense model: the residual stream [tokens, hidden], with o_proj's bias, and the
+    inputs of o_proj [tokens, heads * head_dim]."""
+
+    residual: Tensor
+    heads: Tensor
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self.residual.split(BLOCK_TOKENS), self.heads.split(BLOCK_TOKENS), strict=True)
+
+    def sample(self, count: int) -> "BlockTokens":
+        """Return ``count`` tokens at most, evenly spread."""
+        step = -(-len(self.residual) // count)
+        return BlockTokens(self.residual[::step], self.heads[::step])
 
 
-def assign_tokens(config: Mapping[str, Any]) -> int:
-    """Return the number of tokens to assign heads and neurons by."""
-    return max(SHORT, int(config["intermediate_size"]))
+class ApartBlock:
+    """A block with a dropped attention sum, whose heads come in ``units`` that may change ranks."""
 
+    def __init__(self, layer: Any, ranks: int, units: int) -> None:
+        self.layer, self.ranks, self.units = layer, ranks, units
+        self.neurons = int(layer.mlp.down_proj.in_features)
 
-def assignable(model: str, recipe: Recipe) -> tuple[Checkpoint, Layout]:
-    """Return the dense checkpoint, and the layout that the recipe makes of it; UserError where nothing may move."""
-    checkpoint = open_checkpoint(model)
-    layout = recipe.layout(Layout.from_config(checkpoint.config))
-    layout.check_model(checkpoint.config)
-    if not apart_layers(layout):
-        raise UserError(
-            f"--assign has no effect on this layout ({layout}), which neither delays nor drops an attention's sum;"
-            " name layers with --delayed or --spd"
+    @property
+    def members(self) -> Members:
+        """The units of each rank as the model lies."""
+        return tuple(map(tuple, np.arange(self.units).reshape(self.ranks, -1).tolist()))
+
+    @property
+    def neuron_ranks(self) -> np.ndarray:
+        """The rank of each neuron as the model lies."""
+        return np.arange(self.neurons) // (self.neurons // self.ranks)
+
+    def partials(self, heads: Tensor) -> Tensor:
+        """Return what each unit adds through o_proj: [units, tokens, hidden]."""
+        columns = self.layer.self_attn.o_proj.weight.unflatten(1, (self.units, -1))
+        return self.layer.scaled(torch.einsum("tud,hud->uth", heads.unflatten(1, (self.units, -1)), columns))
+
+    def inner(self, stream: Tensor, neurons: Tensor | slice = ALL) -> Tensor:
+        """Return the inputs of down_proj [tokens, neurons] from the stream that the MLP reads."""
+        mlp, x = self.layer.mlp, self.layer.post_attention_layernorm(stream)
+        gate, up = (
+            linear(x, projection.weight[neurons], projection.bias[neurons] if projection.bias is not None else None)
+            for projection in (mlp.gate_proj, mlp.up_proj)
         )
-    if (checkpoint.folder / ASSIGNMENT).is_file():
-        raise UserError(f"{model} has an {ASSIGNMENT} already; assign the dense model that it was made of")
-    history = read_retrainings(checkpoint.folder)
-    if history and history[-1].layout != str(Layout.dense(layout.num_layers)):
-        raise UserError(
-            f"{model} was adapted to another layout ({history[-1].layout}); assign the dense model, then adapt"
-        )
-    return checkpoint, layout
+        return mlp.act_fn(gate) * up
+
+    def costs(self, tokens: BlockTokens, sets: Sequence[tuple[int, ...]], neurons: Tensor | slice = ALL) -> np.ndarray:
+        """Return what each neuron costs where it sees a set of units instead of all: float64 [neurons, sets]. Raises
+        UserError for NaN or infinite activations."""
+        down = self.layer.scaled(self.layer.mlp.down_proj.weight[:, neurons]).float()
+        total = torch.zeros(len(sets), down.shape[1], device=down.device, dtype=torch.float64)
+        for residual, heads in tokens.batches():
+            partials = self.partials(heads)
+            full = self.inner(residual + partials.sum(0), neurons)
+            for number, units in enumerate(sets):
+                seen = self.inner(residual + partials[list(units)].sum(0), neurons)
+                total[number] += (full - seen).float().square().sum(0)
+        costs = total / len(tokens.residual) * down.square().sum(0)
+        check_finite(float(costs.sum()), f"an activation in layer {self.layer.self_attn.layer_idx}")
+        return costs.T.cpu().numpy()
+
+    def error(self, tokens: BlockTokens, members: Members, neuron_ranks: np.ndarray) -> float:
+        """Return the mean squared difference between the block's output with dropped sum and the dense block's."""
+        device = tokens.heads.device
+        ranks = [torch.from_numpy(np.flatnonzero(neuron_ranks == rank)).to(device) for rank in range(self.ranks)]
+        down, total = self.layer.mlp.down_proj.weight, 0.0
+        for residual, heads in tokens.batches():
+            partials = self.partials(heads)
+            everything = residual + partials.sum(0)
+            difference = torch.zeros_like(residual, dtype=torch.float32)
+            for units, neurons in zip(members, ranks, strict=True):
+                seen = self.inner(residual + partials[list(units)].sum(0), neurons)
+                lost = linear(seen - self.inner(everything, neurons), down[:, neurons])
+                difference += self.layer.scaled(lost.float())
+            total += float(difference.double().square().sum())
+        return total / tokens.residual.numel()
 
 
-def apart_layers(layout: Layout) -> list[int]:
-    """Return the layers whose MLP sees the own rank's heads alone."""
-    return [layer for layer, mode in enumerate(layout.attention_sync) if mode in APART]
+# ---- neurons ----
 
 
-def assign_layers(
-    blocks: Blocks, layout: Layout, names: Sequence[str], windows: Windows, *, seed: int = 0, console: Console = SILENT
-) -> RankAssignment:
-    """Return the assignment of every layer of ``apart_layers`` of a dense model: of heads, neurons or both. It is
-    chosen by the first training windows, and the held-out ones decide what is kept. Raises UserError for data with
-    fewer tokens than a layer has neurons, and for NaN or infinite activations."""
-    config, ranks, layers = blocks.config, layout.sync_tp_size or 1, apart_layers(layout)
-    moves_heads, moves_neurons = HEADS in names and kv_head_count(config) % ranks == 0, NEURONS in names
-    shared = f"{ranks} ranks share {kv_head_count(config)} KV heads"
-    if not moves_heads and not moves_neurons:
-        raise UserError(f"--assign heads: {shared}, so heads stay in their order; assign neurons")
-    if HEADS in names and not moves_heads:
-        console.note(f"heads stay in their order: {shared}")
-    fit = windows.train[: -(-assign_tokens(config) // windows.train.shape[1])]
-    heldout = windows.heldout[: -(-len(fit) // 4)]
-    if moves_neurons and fit.numel() < config["intermediate_size"]:
-        raise UserError(
-            f"the data give {fit.numel():,} tokens to assign the {config['intermediate_size']:,} neurons of a layer by;"
-            " give more data, or assign heads alone"
-        )
-    assignment = RankAssignment(ranks, fingerprint(blocks.checkpoint))
-    at_once = max(1, WINDOWS_AT_ONCE_TOKENS // fit.shape[1])
-    dense, apart = Layout.dense(layout.num_layers), apart_layout(layout.num_layers, ranks)
-    with torch.no_grad(), console.progress("assigning", layers[-1] + 1) as advance:
-        states = [blocks.embed(ids) for ids in (*fit.split(at_once), *heldout.split(at_once))]
-        trained = len(fit.split(at_once))
-        for index in range(layers[-1] + 1):
-            weights = blocks.weights(index)
-            if index in layers:
-                layer = blocks.layer(index, apart, weights)
-                block = ApartBlock(layer, ranks, kv_head_count(config) if moves_heads else ranks)
-                members, neurons, report = assign_block(
-                    block,
-                    block_tokens(blocks, layer, states[:trained]),
-                    block_tokens(blocks, layer, states[trained:]),
-                    heads=moves_heads,
-                    neurons=moves_neurons,
-                    seed=seed,
-                )
-                if moves_heads:  # each rank's units lie where the rank looks for them
-                    heads = np.arange(config["num_attention_heads"]).reshape(block.units, -1)
-                    assignment.heads[index] = tuple(heads[np.concatenate(members)].flatten().tolist())
-                if moves_neurons:
-                    assignment.neurons[index] = tuple(neurons.tolist())
-                assignment.report[index] = report
-            plain = blocks.layer(index, dense, weights)
-            states = [blocks.run(plain, state) for state in states]  # type: ignore[misc]
-            advance(1)
-    if moves_heads and moves_neurons and DELAYED in layout.mlp_sync:
-        with console.stage("matching the ranks of neighbouring layers"):
-            return better_labels(blocks, layout, assignment, fit[: -(-SAMPLE_TOKENS // fit.shape[1])], heldout)
-    return assignment
+def cheapest_ranks(costs: np.ndarray) -> np.ndarray:
+    """Return the rank of each neuron, as many on each, for the smallest sum of costs [neurons, ranks], exactly: every
+    neuron begins where it is cheapest, then the cheapest chain of moves from a rank with too many to one with too few
+    is made until all have equally many. ``linear_sum_assignment`` would need a matrix of 1.6 GB for 14336 neurons."""
+    neurons, ranks = costs.shape
+    rank_of, share = costs.argmin(1), neurons // ranks
+    held = np.bincount(rank_of, minlength=ranks)
+    least, mover = np.full((ranks, ranks), np.inf), np.zeros((ranks, ranks), int)  # the cheapest move between two ranks
+    tolerance = 1e-12 * float(np.abs(costs).max(initial=0.0))  # what is shorter by rounding alone may be a cycle
+
+    def renew(rank: int) -> None:
+        members = np.flatnonzero(rank_of == rank)
+        least[rank] = np.inf
+        if len(members):
+            extra = costs[members] - costs[members, rank][:, None]
+            best = extra.argmin(0)
+            least[rank], mover[rank] = extra[best, np.arange(ranks)], members[best]
+
+    for rank in range(ranks):
+        renew(rank)
+    while (held > share).any():
+        length, before = np.where(held > share, 0.0, np.inf), np.full(ranks, -1)
+        for _ in range(ranks):
+            through = length[:, None] + least
+            best = through.argmin(0)
+            shortest = through[best, np.arange(ranks)]
+            shorter = shortest < length - tolerance
+            if not shorter.any():
+                break
+            length, before = np.where(shorter, shortest, length), np.where(shorter, best, before)
+        chain = [int(np.where(held < share, length, np.inf).argmin())]
+        while before[chain[-1]] >= 0:
+            chain.append(int(before[chain[-1]]))
+        chain.reverse()
+        moved = [int(mover[source, target]) for source, target in itertools.pairwise(chain)]
+        rank_of[moved] = chain[1:]
+        held[chain[0]] -= 1
+        held[chain[-1]] += 1
+        for rank in chain:
+            renew(rank)
+    return rank_of
 
 
-def apart_layout(layers: int, ranks: int) -> Layout:
-    return Layout.from_layers(layers, spd=range(layers), sync_tp_size=ranks)
+# ---- heads ----
+
+
+def descend(start: Members, cost: Callable[[Members], float], seed: int = 0) -> Members:
+    """Exchange units between ranks while that lowers the cost; return what is left."""
+    rng, members, least = np.random.default_rng(seed), start, cost(start)
+    while True:
+        for other in exchanged(members, rng):
+            if (value := cost(other)) < least * (1 - MIN_GAIN):
+                members, least = other, value
+                break
+        else:
+            return members
+
+
+def exchanged(members: Members, rng: np.random.Generator) -> Iterator[Members]:
+    """Yield every result of exchanging two units, or all that two ranks hold, in a drawn order."""
+    rank_of = {unit: rank for rank, units in enumerate(members) for unit in units}
+    pairs = list(itertools.combinations(sorted(rank_of), 2))
+    for number in rng.permutation(len(pairs)):
+        a, b = pairs[number]
+        if rank_of[a] != rank_of[b]:
+            changed = [set(units) for units in members]
+            changed[rank_of[a]] ^= {a, b}
+            changed[rank_of[b]] ^= {a, b}
+            yield tuple(tuple(sorted(units)) for units in changed)
+    for a, b in itertools.combinations(range(len(members)), 2):
+        swapped = list(members)
+        swapped[a], swapped[b] = members[b], members[a]
+        yield tuple(swapped)
+
+
+# ---- a block ----
 
 
 def block_tokens(blocks: Blocks, layer: Any, states: Sequence[Tensor]) -> BlockTokens:
@@ -273,3 +336,115 @@ def relabelled(assignment: RankAssignment, layer: int, labels: Sequence[int]) ->
         heads={**assignment.heads, layer: tuple(heads.tolist())},
         neurons={**assignment.neurons, layer: tuple(neurons.tolist())},
     )
+
+
+# ---- a model ----
+
+
+def assign_ranks(
+    model: str | Path, recipe: Recipe, options: AssignOptions, *, console: Console = SILENT
+) -> RankAssignment:
+    """Return the assignment for what a recipe makes of a dense model, with one layer in memory at a time. Raises
+    UserError where the model, the layout or the data leave nothing to assign."""
+    checkpoint, layout = assignable(str(model), recipe)
+    data, wanted, positions = options.data or "", assign_tokens(checkpoint.config), most_positions(checkpoint.config)
+    with console.stage("reading the data"):
+        rows = read_rows(checkpoint, data, console, enough=2 * wanted)
+        length = row_of_ids([data]) or min(WINDOW_TOKENS, positions)
+        count = sum(map(len, rows)) // length
+        if count < 2:
+            raise UserError(f"{data} gives {count} windows of {length} tokens, and one is held out; give more data")
+        drawn = draw_windows(rows, spec=data, positions=positions, seq_len=length, seed=0)
+    windows = split_windows(drawn, None, None, wanted)
+    assert windows is not None  # there are two
+    device = torch.device(options.device or default_device())
+    blocks = Blocks(checkpoint, compute_dtype("auto", stored_dtype(checkpoint)), device)
+    return assign_layers(blocks, layout, options.assign, windows, console=console)
+
+
+def assign_tokens(config: Mapping[str, Any]) -> int:
+    """Return the number of tokens to assign heads and neurons by."""
+    return max(SHORT, int(config["intermediate_size"]))
+
+
+def assignable(model: str, recipe: Recipe) -> tuple[Checkpoint, Layout]:
+    """Return the dense checkpoint, and the layout that the recipe makes of it; UserError where nothing may move."""
+    checkpoint = open_checkpoint(model)
+    layout = recipe.layout(Layout.from_config(checkpoint.config))
+    layout.check_model(checkpoint.config)
+    if not apart_layers(layout):
+        raise UserError(
+            f"--assign has no effect on this layout ({layout}), which neither delays nor drops an attention's sum;"
+            " name layers with --delayed or --spd"
+        )
+    if (checkpoint.folder / ASSIGNMENT).is_file():
+        raise UserError(f"{model} has an {ASSIGNMENT} already; assign the dense model that it was made of")
+    history = read_retrainings(checkpoint.folder)
+    if history and history[-1].layout != str(Layout.dense(layout.num_layers)):
+        raise UserError(
+            f"{model} was adapted to another layout ({history[-1].layout}); assign the dense model, then adapt"
+        )
+    return checkpoint, layout
+
+
+def apart_layers(layout: Layout) -> list[int]:
+    """Return the layers whose MLP sees the own rank's heads alone."""
+    return [layer for layer, mode in enumerate(layout.attention_sync) if mode in APART]
+
+
+def assign_layers(
+    blocks: Blocks, layout: Layout, names: Sequence[str], windows: Windows, *, seed: int = 0, console: Console = SILENT
+) -> RankAssignment:
+    """Return the assignment of every layer of ``apart_layers`` of a dense model: of heads, neurons or both. It is
+    chosen by the first training windows, and the held-out ones decide what is kept. Raises UserError for data with
+    fewer tokens than a layer has neurons, and for NaN or infinite activations."""
+    config, ranks, layers = blocks.config, layout.sync_tp_size or 1, apart_layers(layout)
+    moves_heads, moves_neurons = HEADS in names and kv_head_count(config) % ranks == 0, NEURONS in names
+    shared = f"{ranks} ranks share {kv_head_count(config)} KV heads"
+    if not moves_heads and not moves_neurons:
+        raise UserError(f"--assign heads: {shared}, so heads stay in their order; assign neurons")
+    if HEADS in names and not moves_heads:
+        console.note(f"heads stay in their order: {shared}")
+    fit = windows.train[: -(-assign_tokens(config) // windows.train.shape[1])]
+    heldout = windows.heldout[: -(-len(fit) // 4)]
+    if moves_neurons and fit.numel() < config["intermediate_size"]:
+        raise UserError(
+            f"the data give {fit.numel():,} tokens to assign the {config['intermediate_size']:,} neurons of a layer by;"
+            " give more data, or assign heads alone"
+        )
+    assignment = RankAssignment(ranks, fingerprint(blocks.checkpoint))
+    at_once = max(1, WINDOWS_AT_ONCE_TOKENS // fit.shape[1])
+    dense, apart = Layout.dense(layout.num_layers), apart_layout(layout.num_layers, ranks)
+    with torch.no_grad(), console.progress("assigning", layers[-1] + 1) as advance:
+        states = [blocks.embed(ids) for ids in (*fit.split(at_once), *heldout.split(at_once))]
+        trained = len(fit.split(at_once))
+        for index in range(layers[-1] + 1):
+            weights = blocks.weights(index)
+            if index in layers:
+                layer = blocks.layer(index, apart, weights)
+                block = ApartBlock(layer, ranks, kv_head_count(config) if moves_heads else ranks)
+                members, neurons, report = assign_block(
+                    block,
+                    block_tokens(blocks, layer, states[:trained]),
+                    block_tokens(blocks, layer, states[trained:]),
+                    heads=moves_heads,
+                    neurons=moves_neurons,
+                    seed=seed,
+                )
+                if moves_heads:  # each rank's units lie where the rank looks for them
+                    heads = np.arange(config["num_attention_heads"]).reshape(block.units, -1)
+                    assignment.heads[index] = tuple(heads[np.concatenate(members)].flatten().tolist())
+                if moves_neurons:
+                    assignment.neurons[index] = tuple(neurons.tolist())
+                assignment.report[index] = report
+            plain = blocks.layer(index, dense, weights)
+            states = [blocks.run(plain, state) for state in states]  # type: ignore[misc]
+            advance(1)
+    if moves_heads and moves_neurons and DELAYED in layout.mlp_sync:
+        with console.stage("matching the ranks of neighbouring layers"):
+            return better_labels(blocks, layout, assignment, fit[: -(-SAMPLE_TOKENS // fit.shape[1])], heldout)
+    return assignment
+
+
+def apart_layout(layers: int, ranks: int) -> Layout:
+    return Layout.from_layers(layers, spd=range(layers), sync_tp_size=ranks)

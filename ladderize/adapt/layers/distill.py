@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ladderize.adapt.layers.align_layer import device_of_states, located
+from ladderize.adapt.layers.align import device_of_states, located
 from ladderize.adapt.layers.layer_files import LayerJob
 from ladderize.adapt.layers.options import PAPERS_LR, PAPERS_WIDTH, TOKENS_PER_STEP, BlockwiseOptions
 from ladderize.blocks import Blocks, State, check_finite, complete, to_device
@@ -82,7 +82,7 @@ def distill(job: LayerJob, options: BlockwiseOptions) -> None:
     with job.console.progress("distilling", len(mine) * steps + (max(mine, default=-1) + 1) * passing) as advance:
         for index, before, after in teacher_pass(teacher, windows.all, mine, job.layout, device):
             advance(passing)
-            if index in mine and job.files is not None:
+            if index in mine:
                 weights, report = BlockTrainer(job, index, before, after, options).train(advance)
                 job.files.save(index, weights, report)
 

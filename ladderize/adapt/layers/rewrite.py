@@ -18,7 +18,8 @@ from ladderize.adapt.teacher import check_improved, check_pair, check_related, t
 from ladderize.blocks import Blocks, compute_dtype
 from ladderize.checkpoint.config import stored_dtype
 from ladderize.checkpoint.opening import open_checkpoint
-from ladderize.checkpoint.tensors import fingerprint
+from ladderize.checkpoint.reading import TensorInfo
+from ladderize.checkpoint.tensors import fingerprint, locate_tensors
 from ladderize.console import SILENT, Console, code_span, to_json
 from ladderize.convert.assignment import RankAssignment, assignment_of
 from ladderize.convert.inspection import ALIGNMENT, DISTILLATION
@@ -31,7 +32,7 @@ from ladderize.files import output
 from ladderize.files.documents import read_own
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
-from ladderize.files.unfinished import RUN_SHA256, Unfinished, is_written_by, run_digest, tidy, work_folder
+from ladderize.files.unfinished import RUN_SHA256, Unfinished, finished_before, run_digest, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
 
@@ -178,20 +179,18 @@ class LayerTask:
     def once(self, identity: Mapping[str, Any], make: Callable[[Path], LayersDocument | None]) -> LayersDocument | None:
         """Return what ``make`` returns of a folder for unfinished work, or the document of the run with this identity
         that wrote OUT before; None on other ranks than 0."""
-        out, folder, file = resolved(self.out), work_folder(self.out), self.method.file
-        if self.ranks.is_main:
-            output.clean_up(out)  # a killed swap may have set OUT aside
-        earlier = self.ranks.broadcast({} if self.overwrite else read_own(out / file))
-        if is_written_by(earlier, out, run_digest(identity)):
-            if not self.ranks.is_main:
-                return None
-            tidy(folder, COMMAND, identity, out, self.console)
-            return LayersDocument.from_dict(earlier, file)
+        ranks, overwrite, console, file = self.ranks, self.overwrite, self.console, self.method.file
+        earlier: dict[str, Any] = {}
+        if ranks.is_main:
+            run = file, run_digest(identity), COMMAND, identity
+            earlier = finished_before(resolved(self.out), *run, overwrite=overwrite, console=console)
+        if earlier := ranks.broadcast(earlier):
+            return LayersDocument.from_dict(earlier, file) if ranks.is_main else None
         for source in (self.converted, self.dense):
-            output.check_target(Path(self.out), source.checkpoint.folder, overwrite=self.overwrite)
-        with self.ranks.main_first():
-            unfinished = Unfinished(folder, COMMAND, identity, main=self.ranks.is_main, console=self.console)
-        with unfinished as work:
+            output.check_target(Path(self.out), source.checkpoint.folder, overwrite=overwrite)
+        with ranks.main_first():
+            work = Unfinished(work_folder(self.out), COMMAND, identity, main=ranks.is_main, console=console)
+        with work:
             return make(work.folder)
 
 
@@ -286,11 +285,14 @@ def rewrite_layers(
         spd=blocks,
         **layout.to_config(),
     )
+    rewritten: dict[str, TensorInfo] = {}
+    for layer in layers:
+        rewritten |= locate_tensors(files.path(layer))
     text = to_json({**document.to_dict(), RUN_SHA256: run_digest(identity)}) + "\n"
     record = {"teacher": task.teacher, "fingerprints": document.fingerprints, "layers": format_ranges(layers), **about}
     changes = Changes(
         assignment=assignment,
-        replace=files.tensors(layers),
+        replace=rewritten,
         record={method.noun: record},
         extra_files={**(extra_files or {}), method.file: text},
         note=document.note(),
@@ -305,7 +307,7 @@ def measured(job: LayerJob, assignment: RankAssignment | None) -> tuple[dict[str
     before = partial(assigned_weights, job.converted, assignment)
 
     def after(layer: int) -> Mapping[str, torch.Tensor]:
-        if job.files is None or layer not in job.layers:
+        if layer not in job.layers:
             return before(layer)
         blocks, weights = job.converted, job.files.weights(layer)
         return {name: tensor.to(blocks.device, blocks.dtype) for name, tensor in weights.items()}

@@ -7,8 +7,6 @@ ones; by default by alignment (least squares) instead of distillation; and neuro
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
-
 from ladderize.adapt.layers.assign import assign_layers
 from ladderize.adapt.layers.options import SensitivityOptions, SpdOptions, layers_to_rewrite
 from ladderize.adapt.layers.rewrite import LayersDocument, LayerTask, SpdBlock, open_layer_task, rewrite_layers
@@ -16,7 +14,7 @@ from ladderize.adapt.layers.sensitivity import write_sensitivity
 from ladderize.adapt.layers.windows import Windows
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import SILENT, Console
-from ladderize.convert.assignment import ASSIGNMENT, RankAssignment, read_assignment
+from ladderize.convert.assignment import ASSIGNMENT, read_assignment
 from ladderize.convert.sensitivity_file import ascending, read_sensitivity
 from ladderize.errors import UserError
 from ladderize.files.documents import write_json
@@ -41,24 +39,44 @@ def spd(options: SpdOptions, *, console: Console = SILENT) -> LayersDocument | N
     task = open_layer_task(model, options.out, model, blockwise, console, overwrite=overwrite, verify=verify)
     asked = {name: getattr(options, name) for name in ("sync_tp_size", "spd_fraction", "repair", "assign")}
     identity = {"method": "spd", **task.fingerprints(), **task.about(), **asked}
-    windows, task = task.windows, with_repair(task, options)
+    windows, ranks, task = task.windows, task.ranks, with_repair(task, options)
 
     def make(folder: Path) -> LayersDocument | None:
-        sensitivity = folder / SENSITIVITY
-        measure(task, options, windows.train[:CALIBRATION], sensitivity)
-        costs = read_sensitivity(sensitivity).costs
+        measured, assigned, assignment = folder / SENSITIVITY, folder / ASSIGNMENT, None
+        if not ranks.broadcast(measured.is_file()):
+            calibration = windows.train[:CALIBRATION]
+            sweep = SensitivityOptions(
+                model,
+                options.data,
+                measured,
+                samples=len(calibration),
+                seed=options.seed,
+                sync_tp_size=size,
+                mode="sweep",
+                dtype=task.about()["dtype"],
+            )
+            drawn = calibration.numpy(), task.data.sha256
+            write_sensitivity(sweep, drawn=drawn, ranks=ranks, console=console)
+            ranks.barrier()
+        costs = read_sensitivity(measured).costs
         count = max(1, round(options.spd_fraction * len(costs)))
         dropped = sorted(cost.layer for cost in ascending(costs)[:count])
         layout = Layout.from_layers(dense.num_layers, spd=dropped, sync_tp_size=size)
+        if options.assign:
+            if ranks.is_main and not assigned.is_file():
+                made = assign_layers(task.dense, layout, options.assign, windows, seed=options.seed, console=console)
+                write_json(assigned, made.to_dict())
+            ranks.barrier()
+            assignment = read_assignment(assigned)
         return rewrite_layers(
             task,
             folder,
             layout,
             layers_to_rewrite(task.options, layout),
             identity,
-            assignment=assign(task, layout, options, windows, folder / ASSIGNMENT) if options.assign else None,
+            assignment=assignment,
             blocks=[SpdBlock(cost.layer, cost.sensitivity, cost.layer in dropped) for cost in costs],
-            extra_files={SENSITIVITY: sensitivity.read_text()},
+            extra_files={SENSITIVITY: measured.read_text()},
         )
 
     return task.once(identity, make)
@@ -72,31 +90,3 @@ def with_repair(task: LayerTask, options: SpdOptions) -> LayerTask:
         train = train[: max(1, tokens // train.shape[1])]
     data = replace(task.data, samples=len(train))
     return replace(task, options=repair, windows=Windows(train, task.windows.heldout), data=data)
-
-
-def measure(task: LayerTask, options: SpdOptions, calibration: Tensor, path: Path) -> None:
-    """Measure the backward sweep and write sensitivity.json, unless it is there."""
-    if task.ranks.broadcast(path.is_file()):
-        return
-    sweep = SensitivityOptions(
-        options.model,
-        options.data,
-        path,
-        samples=len(calibration),
-        seed=options.seed,
-        sync_tp_size=options.sync_tp_size,
-        mode="sweep",
-        dtype=task.about()["dtype"],
-    )
-    drawn = calibration.numpy(), task.data.sha256
-    write_sensitivity(sweep, drawn=drawn, ranks=task.ranks, console=task.console)
-    task.ranks.barrier()
-
-
-def assign(task: LayerTask, layout: Layout, options: SpdOptions, windows: Windows, path: Path) -> RankAssignment:
-    """Return the assignment of the dropped blocks' heads and neurons. One that is there already is read."""
-    if task.ranks.is_main and not path.is_file():
-        made = assign_layers(task.dense, layout, options.assign, windows, seed=options.seed, console=task.console)
-        write_json(path, made.to_dict())
-    task.ranks.barrier()
-    return read_assignment(path)

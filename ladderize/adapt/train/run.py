@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
@@ -29,10 +30,9 @@ from ladderize.console import SILENT, Console, human_count
 from ladderize.convert.inspection import ALIGNMENT, read_retrainings
 from ladderize.data.files import split_weight
 from ladderize.errors import UsageError, UserError
-from ladderize.files import output
 from ladderize.files.documents import read_own
 from ladderize.files.regular import resolved
-from ladderize.files.unfinished import is_written_by, run_digest, tidy, work_folder
+from ladderize.files.unfinished import finished_before, run_digest, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.memory import release
 from ladderize.modeling import load_tokenizer
@@ -109,18 +109,15 @@ def reset_accelerate() -> None:
 
 def train(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) -> Adaptation | None:
     """Train and write OUT, unless this run wrote it before; returns the document, None on other ranks than 0."""
-    options, pace, out, folder = task.options, task.pace, task.out, work_folder(str(task.options.out))
-    if ranks.is_main:
-        output.clean_up(out)  # a killed swap may have set OUT aside
+    options, pace, folder = task.options, task.pace, work_folder(str(task.options.out))
     identity = task.identity() if ranks.is_main else {}
-    digest = run_digest({"identity": identity, "options": task.resolved_options})
-    written = {} if options.overwrite else read_own(out / ADAPTATION)
-    # a run may be killed after its output appeared
-    if ranks.broadcast(ranks.is_main and is_written_by(written, out, digest)):
-        if not ranks.is_main:
-            return None
-        tidy(folder, TRAINING_COMMAND, identity, out, console)
-        return Adaptation.from_dict(written, ADAPTATION)
+    digest, earlier = run_digest({"identity": identity, "options": task.resolved_options}), dict[str, Any]()
+    if ranks.is_main:
+        earlier = finished_before(
+            task.out, ADAPTATION, digest, TRAINING_COMMAND, identity, overwrite=options.overwrite, console=console
+        )
+    if earlier := ranks.broadcast(earlier):
+        return Adaptation.from_dict(earlier, ADAPTATION) if ranks.is_main else None
     check_out(task)
     with console.stage("reading the data"), ranks.main_first():
         rows, heldout, counts = open_data(
