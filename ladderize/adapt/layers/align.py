@@ -275,12 +275,11 @@ class LayerAlignment:
             return reports
         streams.separate()
         readers, kv_ranks = converted.readers, converted.kv_ranks
-        reads = {READS_ATTENTION: readers}  # and the virtual ranks that have rows of their own
-        if kv_ranks < readers:
-            reads = {READS_ATTENTION[:1]: readers, READS_ATTENTION[1:]: kv_ranks}
-        if solve:
-            for names, count in reads.items():
-                reports += self._fit(names, self._attention_reads, count, reads=True)
+        if solve and kv_ranks == readers:
+            reports += self._fit(READS_ATTENTION, self._attention_reads, readers, reads=True)
+        elif solve:
+            reports += self._fit(READS_ATTENTION[:1], self._attention_reads, readers, reads=True)
+            reports += self._fit(READS_ATTENTION[1:], self._attention_reads, kv_ranks, reads=True)
         self._pass(self._attend)
         if solve:
             reports += self._fit(WRITES_ATTENTION, self._attention_writes)

@@ -171,19 +171,21 @@ class LayerwiseScores:
 
     def passes(self, layout: Layout) -> list[int]:
         """Return how often windows pass through each layer."""
-        solved = self._solved(layout)
-        return layer_passes(layout, solved) if solved else [COMMON] * layout.num_layers
+        if self.windows is None or layout.is_dense:
+            return [COMMON] * layout.num_layers
+        return layer_passes(layout, layers_to_align(layout))
 
     def __call__(self, layout: Layout, scored: Tensor, advance: Callable[[int], None] = lambda n: None) -> np.ndarray:
         """Return the summed negative log-likelihood of each window of ``scored`` ids [windows, tokens] in nats: float64
         [windows]; UserError where it is NaN or infinite."""
-        blocks, passes = self.blocks, self.passes(layout)
-        streams = open_streams(blocks, self.windows, readers_of(layout)) if self._solved(layout) else None
+        blocks, passes, streams = self.blocks, self.passes(layout), None
+        if self.windows is not None and not layout.is_dense:
+            streams = open_streams(blocks, self.windows, readers_of(layout))
 
         def layer_at(index: int) -> torch.nn.Module:
             weights = blocks.weights(index, as_stored=True)
             if streams is not None:
-                solve = index in self._solved(layout)
+                solve = index in layers_to_align(layout)
                 weights, _ = aligned_layer(streams, index, layout, weights, weights, solve=solve)
             advance(passes[index])
             return blocks.layer(index, layout, {name: tensor.to(blocks.dtype) for name, tensor in weights.items()})
@@ -191,9 +193,6 @@ class LayerwiseScores:
         nll = window_nlls(blocks, layer_at, scored, batch_size=usual_batch(scored))
         check_finite(float(nll.sum()), f"the log-likelihood of {blocks.checkpoint.folder} as {layout}")
         return nll.numpy()
-
-    def _solved(self, layout: Layout) -> Sequence[int]:
-        return () if self.windows is None or layout.is_dense else layers_to_align(layout)
 
 
 def open_streams(blocks: Blocks, windows: Windows, readers: int) -> Streams:

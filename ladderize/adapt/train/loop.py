@@ -23,8 +23,8 @@ import torch
 from accelerate import DistributedType
 from torch import Tensor
 
-from ladderize.adapt.train.pace import Pace
 from ladderize.adapt.train.states import Progress, Scores, TrainingFolder
+from ladderize.adapt.train.task import Pace
 from ladderize.adapt.train.training_model import TrainingModel
 from ladderize.adapt.training_data import IGNORED_TARGET, collate
 from ladderize.boundary import handled
@@ -122,8 +122,7 @@ class Loop:
             self.validate_first()
         begun, total, unit, done = progress.step, options.max_steps, "steps", progress.step
         if total is None:
-            total, unit = options.max_tokens or 1, "tokens"
-            done = min(progress.tokens, total)
+            total, unit, done = options.max_tokens or 1, "tokens", progress.tokens
         batches = micro_batches(self.rows, pace, self.model, begun * pace.batch_size)
         with (
             stop_signals(announce=console.speaks) as self.signalled,
@@ -290,26 +289,22 @@ class Loop:
         return self.scores(advance, self.model.losses)
 
     def scores(self, advance: Callable[[int], None], losses: Callable[[Batch], Tensor]) -> Scores:
-        """Return the losses of the held-out rows; every rank scores a part."""
-        sums = torch.zeros(3, device=self.accelerator.device, dtype=torch.float64)
-        for batch in self.heldout_batches(advance):
-            sums[:2] += losses(batch)
-            sums[2] += len(batch.scored)
-        # a state cannot hold what is not finite
-        entropy, divergence, scored = self.model.sum(sums).nan_to_num(HUGE, HUGE).tolist()
-        return Scores(entropy / scored, divergence / scored, round(scored))
-
-    def heldout_batches(self, advance: Callable[[int], None]) -> Iterator[Batch]:
-        """Yield a rank's part of the held-out rows in micro-batches, the same number on every rank: FSDP gathers
+        """Return the losses of the held-out rows, of which every rank scores as many micro-batches: FSDP gathers
         parameters in every forward pass, so a rank with no rows left takes part with an empty one."""
-        size, model = self.pace.micro_batch_size, self.model
+        size, model, device = self.pace.micro_batch_size, self.model, self.accelerator.device
+        sums = torch.zeros(3, device=device, dtype=torch.float64)
         for start in range(0, len(self.heldout), size * model.data_size):
             begin = start + model.data_rank * size
-            yield Batch.of(collate(self.heldout[begin : begin + size]), self.accelerator.device)
+            batch = Batch.of(collate(self.heldout[begin : begin + size]), device)
+            sums[:2] += losses(batch)
+            sums[2] += len(batch.scored)
             advance(min(len(self.heldout) - start, size * model.data_size))
             self.listen()
             if self.asked_to_stop:
                 raise StopRequested
+        # a state cannot hold what is not finite
+        entropy, divergence, scored = model.sum(sums).nan_to_num(HUGE, HUGE).tolist()
+        return Scores(entropy / scored, divergence / scored, round(scored))
 
     def write(self, values: Mapping[str, float]) -> None:
         if self.accelerator.is_main_process:

@@ -156,14 +156,14 @@ class TrainingFolder(Unfinished):
 
     def save_weights(self, step: int, model: TrainingModel, stored: Mapping[str, torch.dtype]) -> None:
         """Write the trained tensors in their ``stored`` dtypes, or float32. All ranks call it, which have parts."""
-        if not model.accelerator.is_main_process:
-            for name in model.shapes:
-                model.whole(name)
-            return
-        unfinished = self.weights(step).with_suffix(".part")
         infos = {name: (stored.get(name, torch.float32), shape) for name, shape in model.shapes.items()}
-        write_tensors(unfinished, infos, lambda name: model.whole(name).to(infos[name][0]))
-        unfinished.replace(self.weights(step))
+        if model.accelerator.is_main_process:
+            unfinished = self.weights(step).with_suffix(".part")
+            write_tensors(unfinished, infos, lambda name: model.whole(name).to(infos[name][0]))
+            unfinished.replace(self.weights(step))
+        else:
+            for name in infos:
+                model.whole(name)
 
 
 def read_metrics(path: Path, key: str) -> list[float]:

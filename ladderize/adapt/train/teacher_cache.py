@@ -22,8 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ladderize.adapt.train.loop import row_order
-from ladderize.adapt.train.pace import Pace
-from ladderize.adapt.train.task import Task
+from ladderize.adapt.train.task import Pace, Task
 from ladderize.adapt.train.training_model import make_teacher, open_model, place_teacher
 from ladderize.adapt.training_data import ORDER, collate
 from ladderize.blocks import LOGITS_AT_ONCE, check_finite
