@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.align import aligned_layer
+from ladderize.adapt.layers.align import LayerAlignment
 from ladderize.adapt.layers.sensitivity import LayerwiseScores, LayoutScores, open_streams
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, read_windows, window_nlls
@@ -45,7 +45,7 @@ def by_shortcut(aligned: LayerwiseScores, layouts: list[Layout], scored: torch.T
     streams = open_streams(blocks, aligned.windows, 1)
     for index in range(blocks.num_layers):
         stored = blocks.weights(index, as_stored=True)
-        weights.append(aligned_layer(streams, index, layouts[0], stored, stored, solve=True)[0])
+        weights.append(LayerAlignment(streams, index, layouts[0], stored, stored).run(solve=True)[0])
     found = []
     for first, layout in enumerate(layouts):
         nll = window_nlls(

@@ -84,7 +84,7 @@ class LayoutMeasurer:
             check_room(states, torch.device("cpu"), "measuring a layout", advice)
             doing = "aligning and measuring" if len(kinds) > 1 else "measuring"
             model = "the dense model" if layout.is_dense else "a layout"
-            with self.console.progress(f"{doing} {model}", sum(self.scorer.passes(layout))) as advance:
+            with self.console.progress(f"{doing} {model}", self.scorer.passes(layout)) as advance:
                 nlls = self.scorer(layout, ids, advance)
             for kind in kinds:
                 size = len(self.windows[kind])

@@ -16,7 +16,7 @@ calibrates quantised weights against the full-precision model's own inputs.
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +42,8 @@ READS_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 WRITES_ATTENTION = ("self_attn.o_proj",)
 READS_MLP = ("mlp.gate_proj", "mlp.up_proj")
 WRITES_MLP = ("mlp.down_proj",)
-# how often the windows pass through a layer: both models' together while they are one; each in pieces; and once more
-# for each of the four groups that are solved
-COMMON, IN_PIECES, SOLVED = 1, 3, 7
+# how long a layer takes that is solved, in passes of the windows through one that is not
+SOLVED = 7
 
 
 @dataclass(frozen=True)
@@ -86,23 +85,17 @@ def align(job: LayerJob, options: AlignOptions) -> None:
         f" {human_bytes(streams.bytes)} of states {located(streams.device)}"
     )
     warn_of_few(tokens, teacher.config, console)
-    passes = layer_passes(job.layout, {*job.layers} - {*done})[: job.layers[-1] + 1]
-    with console.progress("aligning, passes over the windows", sum(passes)) as advance:
+    left, total = {*job.layers} - {*done}, job.layers[-1] + 1
+    with console.progress("aligning, passes over the windows", total + (SOLVED - 1) * len(left)) as advance:
         streams.embed(teacher, job.converted)
-        for index, count in enumerate(passes):
-            begin, solve = time.perf_counter(), index in job.layers and index not in done
+        for index in range(total):
+            begin, solve = time.perf_counter(), index in left
             weights = files.weights(index) if index in done else job.weights(index)
-            made, reports = aligned_layer(streams, index, job.layout, weights, job.dense_weights(index), solve=solve)
+            layer = LayerAlignment(streams, index, job.layout, weights, job.dense_weights(index))
+            made, reports = layer.run(solve=solve)
             if solve and ranks.is_main:
                 files.save(index, made, LayerReport(index, reports, time.perf_counter() - begin))
-            advance(count, detail=f"{index + 1} of {len(passes)} layers")
-
-
-def layer_passes(layout: Layout, solved: Collection[int]) -> list[int]:
-    """Return how often the windows pass through each layer."""
-    first = next(iter(layout.converted_layers), layout.num_layers)
-    passes = [COMMON] * first + [IN_PIECES] * (layout.num_layers - first)
-    return [SOLVED if layer in solved else count for layer, count in enumerate(passes)]
+            advance(SOLVED if solve else 1, detail=f"{index + 1} of {total} layers")
 
 
 def warn_of_few(tokens: int, config: Mapping[str, Any], console: Console) -> None:
@@ -128,7 +121,8 @@ def with_random(windows: Windows, config: Mapping[str, Any], seed: int = 0) -> W
 
 # ---- one layer ----
 
-Tokens = tuple[Sequence[Tensor], Tensor]  # inputs of a group of projections in each virtual rank, and its targets
+# Inputs of a group of projections, with the virtual ranks in front where there are several, and its targets
+Tokens = tuple[Tensor, Tensor]
 
 
 class Streams:
@@ -195,13 +189,6 @@ class Streams:
         self.is_common = torch.equal(self.states["dense"], self.states["complete"])
         self.check()
 
-    def separate(self) -> None:
-        """Give the converted model a stream of its own from here on."""
-        if self.is_common:
-            self.is_common = False
-            self.states["complete"].copy_(self.states["dense"])
-            self.states["visible"][0].copy_(self.states["dense"])
-
 
 def readers_of(layout: Layout) -> int:
     """Return the number of virtual ranks whose attention may read apart."""
@@ -252,28 +239,37 @@ class Side:
         return state if isinstance(state, tuple) else (state, state)
 
 
-@dataclass(frozen=True)
 class LayerAlignment:
-    """One layer of both models, with the streams that enter it, which ``run`` replaces by those that leave it; stored:
-    the dtypes of the converted layer's tensors."""
+    """One layer of both models, with the streams that enter it, which ``run`` replaces by those that leave it."""
 
-    dense: Side
-    converted: Side
-    streams: Streams
-    stored: Mapping[str, torch.dtype]
+    def __init__(
+        self,
+        streams: Streams,
+        index: int,
+        layout: Layout,
+        weights: Mapping[str, Tensor],
+        dense_weights: Mapping[str, Tensor],
+    ) -> None:
+        self.streams, self.weights = streams, weights
+        self.dense = Side(streams.blocks, index, Layout.dense(layout.num_layers), dense_weights)
+        self.converted = Side(streams.blocks, index, layout, weights)
 
     @torch.no_grad()
-    def run(self, *, solve: bool, leave: bool = True) -> list[ProjectionReport]:
-        """Solve the layer's projections if asked to, and pass the streams through it; leave: False where nothing reads
-        the converted model's streams behind it. Raises UserError for weights or inputs that are NaN or infinite."""
+    def run(self, *, solve: bool, leave: bool = True) -> tuple[dict[str, Tensor], list[ProjectionReport]]:
+        """Solve the layer's projections if asked to, and pass the streams through it; returns its weights as they will
+        be stored, and what was solved. leave: False where nothing reads the converted model's streams behind it. Raises
+        UserError for weights or inputs that are NaN or infinite."""
         converted, streams = self.converted, self.streams
         reports: list[ProjectionReport] = []
         if streams.is_common and not solve and self._is_unchanged():
             self._pass(self._attend_dense)
             self._pass(self._leave_dense)
             streams.check()
-            return reports
-        streams.separate()
+            return dict(self.weights), reports
+        if streams.is_common:  # the converted model has a stream of its own from here on
+            streams.is_common = False
+            streams.states["complete"].copy_(streams.states["dense"])
+            streams.states["visible"][0].copy_(streams.states["dense"])
         readers, kv_ranks = converted.readers, converted.kv_ranks
         if solve and kv_ranks == readers:
             reports += self._fit(READS_ATTENTION, self._attention_reads, readers, reads=True)
@@ -290,7 +286,13 @@ class LayerAlignment:
         if leave:
             self._pass(self._leave)
         streams.check()
-        return reports
+        # Unsolved projections keep their stored bits.
+        solved = {report.projection for report in reports if report.ridge is not None}
+        current, made = converted.layer.state_dict(), dict(self.weights)
+        for name, tensor in self.weights.items():
+            if name.rpartition(".")[0] in solved:
+                made[name] = current[name].to(tensor.dtype)
+        return made, reports
 
     def _is_unchanged(self) -> bool:
         """Return whether both layers compute alike: with blocking sync points and the same weights."""
@@ -308,19 +310,19 @@ class LayerAlignment:
     def _attention_reads(self, rows: Tensor) -> Tokens:
         visible = self.streams.read("visible", rows, self.converted.readers)
         inputs = self.converted.layer.input_layernorm(visible)
-        return _by_rank(inputs), self.dense.layer.input_layernorm(self.streams.read("dense", rows))
+        return inputs, self.dense.layer.input_layernorm(self.streams.read("dense", rows))
 
     def _attention_writes(self, rows: Tensor) -> Tokens:
-        return [self.streams.read("heads", rows)], self._missing(rows, self.streams.read("complete", rows))
+        return self.streams.read("heads", rows), self._missing(rows, self.streams.read("complete", rows))
 
     def _mlp_reads(self, rows: Tensor) -> Tokens:
         reads, _, _ = self._after_attention(rows)
         inputs = self.converted.layer.post_attention_layernorm(reads)
-        return _by_rank(inputs), self.dense.layer.post_attention_layernorm(self.streams.read("dense", rows))
+        return inputs, self.dense.layer.post_attention_layernorm(self.streams.read("dense", rows))
 
     def _mlp_writes(self, rows: Tensor) -> Tokens:
         reads, stream, _ = self._after_attention(rows)
-        return [self._inner(rows, reads)], self._missing(rows, stream)
+        return self._inner(rows, reads), self._missing(rows, stream)
 
     def _missing(self, rows: Tensor, stream: Tensor) -> Tensor:
         return (self.streams.read("dense", rows) - stream) / self.converted.scale
@@ -379,7 +381,8 @@ class LayerAlignment:
         def batches(heldout: bool) -> Batches:
             for rows in self.streams.batches(heldout=heldout):
                 with self.converted.blocks.autocast():
-                    inputs, targets = tokens(rows)
+                    read, targets = tokens(rows)
+                inputs = [*read] if read.ndim == 4 else [read]
                 flat = with_ones(targets, projections[0]) if reads else targets.flatten(0, -2)
                 sharing = len(inputs) // ranks
                 shared = (_joined(inputs[k * sharing : (k + 1) * sharing]) for k in range(ranks))
@@ -388,43 +391,14 @@ class LayerAlignment:
         for inputs, values in batches(False):
             for rank_rows, x in zip(solved, inputs, strict=True):
                 rank_rows.add(x, values)
-        reports = refit(names, projections, solved, batches(True), RIDGES, self.streams.ranks, self.stored)
+        stored = {name: tensor.dtype for name, tensor in self.weights.items()}
+        reports = refit(names, projections, solved, batches(True), RIDGES, self.streams.ranks, stored)
         self.streams.check()  # first: it names the model
         for report in reports:
             check_finite(report.error_before, f"the error of {report.projection} in layer {self.converted.index}")
         return reports
 
 
-def _by_rank(inputs: Tensor) -> list[Tensor]:
-    return [*inputs] if inputs.ndim == 4 else [inputs]
-
-
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors one after another; a single one as it is, not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat([*tensors])
-
-
-def aligned_layer(
-    streams: Streams,
-    index: int,
-    layout: Layout,
-    weights: Mapping[str, Tensor],
-    dense_weights: Mapping[str, Tensor],
-    *,
-    solve: bool,
-    leave: bool = True,
-) -> tuple[dict[str, Tensor], list[ProjectionReport]]:
-    """Return a layer's weights as they will be stored, and what was solved; the streams have passed it. ``solve`` and
-    ``leave`` are those of ``LayerAlignment.run``."""
-    teacher = streams.blocks
-    dense = Side(teacher, index, Layout.dense(layout.num_layers), dense_weights)
-    side = Side(teacher, index, layout, weights)
-    stored = {name: tensor.dtype for name, tensor in weights.items()}
-    reports = LayerAlignment(dense, side, streams, stored).run(solve=solve, leave=leave)
-    # Unsolved projections keep their stored bits.
-    solved = {report.projection for report in reports if report.ridge is not None}
-    current, made = side.layer.state_dict(), dict(weights)
-    for name, dtype in stored.items():
-        if name.rpartition(".")[0] in solved:
-            made[name] = current[name].to(dtype)
-    return made, reports

@@ -1,7 +1,7 @@
 """Methods that rewrite a checkpoint layer by layer: from models and data to a new checkpoint with its document."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,9 +9,18 @@ from typing import Any, ClassVar
 import torch
 
 from ladderize.adapt.layers.align import LayerReport, align
+from ladderize.adapt.layers.assign import assign_layers
 from ladderize.adapt.layers.distill import BlockReport, distill
 from ladderize.adapt.layers.layer_files import Contender, LayerFiles, LayerJob, assigned_weights, heldout_measures
-from ladderize.adapt.layers.options import WindowOptions, layers_to_rewrite
+from ladderize.adapt.layers.options import (
+    AlignOptions,
+    BlockwiseOptions,
+    SensitivityOptions,
+    SpdOptions,
+    WindowOptions,
+    layers_to_rewrite,
+)
+from ladderize.adapt.layers.sensitivity import write_sensitivity
 from ladderize.adapt.layers.windows import Windows, training_windows
 from ladderize.adapt.options import ALIGN, BLOCKS
 from ladderize.adapt.teacher import check_improved, check_pair, check_related, target_text
@@ -21,19 +30,21 @@ from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.reading import TensorInfo
 from ladderize.checkpoint.tensors import fingerprint, locate_tensors
 from ladderize.console import SILENT, Console, code_span, to_json
-from ladderize.convert.assignment import RankAssignment, assignment_of
+from ladderize.convert.assignment import ASSIGNMENT, RankAssignment, assignment_of, read_assignment
 from ladderize.convert.inspection import ALIGNMENT, DISTILLATION
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
+from ladderize.convert.sensitivity_file import ascending, read_sensitivity
 from ladderize.data.files import data_files, source_sha256
 from ladderize.errors import UserError
 from ladderize.eval.results import Perplexity
 from ladderize.files import output
-from ladderize.files.documents import read_own
+from ladderize.files.documents import read_own, write_json
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.files.unfinished import RUN_SHA256, Unfinished, finished_before, run_digest, work_folder
-from ladderize.layout import Layout, format_ranges
+from ladderize.layout import Layout, check_split, format_ranges
+from ladderize.ranks.device import default_device
 from ladderize.ranks.group import Ranks, join_ranks
 
 
@@ -318,3 +329,81 @@ def measured(job: LayerJob, assignment: RankAssignment | None) -> tuple[dict[str
         "after": Contender(job.converted, job.layout, after),
     }
     return heldout_measures(contenders, job.windows.heldout, job.ranks, job.console)
+
+
+# ---- ``ladderize spd`` ----
+
+SENSITIVITY = "sensitivity.json"  # in the work folder, and in OUT
+CALIBRATION = 128  # windows for sensitivity, the paper's
+
+
+def spd(options: SpdOptions, *, console: Console = SILENT) -> LayersDocument | None:
+    """Make the SPD checkpoint ``options.out`` of a dense model: sensitivity, assignment, repair and conversion.
+
+    The paper's recipe (arXiv 2502.20727, section 4) with three changes: every dropped block is repaired, also
+    insensitive ones; by default by alignment (least squares) instead of distillation; and neurons change ranks along
+    with heads. Returns the document of its repair; None on other ranks
+    than 0. Several processes (accelerate launch, torchrun) share the work; rank 0 writes. A killed run resumes."""
+    model, size = options.model, options.sync_tp_size
+    checkpoint = open_checkpoint(model)
+    dense = Layout.from_config(checkpoint.config)
+    if not dense.is_dense:
+        raise UserError(
+            f"{model} is not dense ({dense}); only a dense model has sync points to drop by their sensitivity"
+        )
+    check_split(checkpoint.config, size, name="--sync-tp-size")
+    files = options.data, options.samples, options.heldout, options.seq_len
+    shared: dict[str, Any] = {"dtype": options.dtype, "write": "last", "seed": options.seed}
+    shared["device"] = options.device or default_device()
+    blockwise = BlockwiseOptions(*files, **shared, epochs=options.epochs, lr=options.lr)
+    repair: WindowOptions = AlignOptions(*files, **shared) if options.repair == ALIGN else blockwise
+    overwrite, verify = options.overwrite, options.verify
+    task = open_layer_task(model, options.out, model, blockwise, console, overwrite=overwrite, verify=verify)
+    asked = {name: getattr(options, name) for name in ("sync_tp_size", "spd_fraction", "repair", "assign")}
+    identity = {"method": "spd", **task.fingerprints(), **task.about(), **asked}
+    windows, ranks, train = task.windows, task.ranks, task.windows.train
+    tokens = repair.least_tokens(checkpoint.config)
+    if tokens is not None and options.samples is None:
+        train = train[: max(1, tokens // train.shape[1])]
+    data = replace(task.data, samples=len(train))
+    task = replace(task, options=repair, windows=Windows(train, windows.heldout), data=data)
+
+    def make(folder: Path) -> LayersDocument | None:
+        measured, assigned, assignment = folder / SENSITIVITY, folder / ASSIGNMENT, None
+        if not ranks.broadcast(measured.is_file()):
+            calibration = windows.train[:CALIBRATION]
+            sweep = SensitivityOptions(
+                model,
+                options.data,
+                measured,
+                samples=len(calibration),
+                seed=options.seed,
+                sync_tp_size=size,
+                mode="sweep",
+                dtype=task.about()["dtype"],
+            )
+            drawn = calibration.numpy(), task.data.sha256
+            write_sensitivity(sweep, drawn=drawn, ranks=ranks, console=console)
+            ranks.barrier()
+        costs = read_sensitivity(measured).costs
+        count = max(1, round(options.spd_fraction * len(costs)))
+        dropped = sorted(cost.layer for cost in ascending(costs)[:count])
+        layout = Layout.from_layers(dense.num_layers, spd=dropped, sync_tp_size=size)
+        if options.assign:
+            if ranks.is_main and not assigned.is_file():
+                made = assign_layers(task.dense, layout, options.assign, windows, seed=options.seed, console=console)
+                write_json(assigned, made.to_dict())
+            ranks.barrier()
+            assignment = read_assignment(assigned)
+        return rewrite_layers(
+            task,
+            folder,
+            layout,
+            layers_to_rewrite(task.options, layout),
+            identity,
+            assignment=assignment,
+            blocks=[SpdBlock(cost.layer, cost.sensitivity, cost.layer in dropped) for cost in costs],
+            extra_files={SENSITIVITY: measured.read_text()},
+        )
+
+    return task.once(identity, make)

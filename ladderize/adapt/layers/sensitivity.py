@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.layers.align import (
-    COMMON,
     SOLVED,
+    LayerAlignment,
     Streams,
-    aligned_layer,
     device_of_states,
-    layer_passes,
     located,
     readers_of,
     warn_of_few,
@@ -76,7 +74,7 @@ class LayoutScores:
 
     def passes(self, layout: Layout) -> int:
         """The layers that windows pass through to score a layout."""
-        solving = 0 if self.streams is None else COMMON + SOLVED * len(layout.converted_layers)
+        solving = 0 if self.streams is None else 1 + SOLVED * len(layout.converted_layers)
         return self.blocks.num_layers - first_changed(layout) + solving
 
     @torch.no_grad()
@@ -89,7 +87,7 @@ class LayoutScores:
                 self.states[number] = to_device(blocks.run(layer, to_device(state, blocks.device)), self.device)
             if self.streams is not None:
                 stored = blocks.weights(self.layer, as_stored=True)
-                aligned_layer(self.streams, self.layer, self.dense, stored, stored, solve=False)
+                LayerAlignment(self.streams, self.layer, self.dense, stored, stored).run(solve=False)
             self.layer += 1
         aligned = {} if self.streams is None else self._aligned(self.streams, first, layout)
         layers = [
@@ -112,8 +110,8 @@ class LayoutScores:
         entering, converted, aligned = streams.states["dense"].clone(), layout.converted_layers, {}
         for index in range(first, max(converted, default=-1) + 1):
             stored, solve = self.blocks.weights(index, as_stored=True), index in converted
-            leave = index != converted[-1]
-            made, _ = aligned_layer(streams, index, layout, stored, stored, solve=solve, leave=leave)
+            layer = LayerAlignment(streams, index, layout, stored, stored)
+            made, _ = layer.run(solve=solve, leave=index != converted[-1])
             if solve:
                 aligned[index] = {name: tensor.to(self.blocks.dtype) for name, tensor in made.items()}
         streams.states["dense"].copy_(entering)
@@ -169,25 +167,25 @@ class LayerwiseScores:
     def __init__(self, blocks: Blocks, windows: Windows | None) -> None:
         self.blocks, self.windows = blocks, windows
 
-    def passes(self, layout: Layout) -> list[int]:
-        """Return how often windows pass through each layer."""
-        if self.windows is None or layout.is_dense:
-            return [COMMON] * layout.num_layers
-        return layer_passes(layout, layers_to_align(layout))
+    def passes(self, layout: Layout) -> int:
+        """Return how often windows pass through a layer to score a layout."""
+        return layout.num_layers + (SOLVED - 1) * len(self._solved(layout))
+
+    def _solved(self, layout: Layout) -> tuple[int, ...]:
+        return () if self.windows is None or layout.is_dense else layers_to_align(layout)
 
     def __call__(self, layout: Layout, scored: Tensor, advance: Callable[[int], None] = lambda n: None) -> np.ndarray:
         """Return the summed negative log-likelihood of each window of ``scored`` ids [windows, tokens] in nats: float64
         [windows]; UserError where it is NaN or infinite."""
-        blocks, passes, streams = self.blocks, self.passes(layout), None
-        if self.windows is not None and not layout.is_dense:
+        blocks, solved, streams = self.blocks, self._solved(layout), None
+        if self.windows is not None and solved:
             streams = open_streams(blocks, self.windows, readers_of(layout))
 
         def layer_at(index: int) -> torch.nn.Module:
             weights = blocks.weights(index, as_stored=True)
             if streams is not None:
-                solve = index in layers_to_align(layout)
-                weights, _ = aligned_layer(streams, index, layout, weights, weights, solve=solve)
-            advance(passes[index])
+                weights, _ = LayerAlignment(streams, index, layout, weights, weights).run(solve=index in solved)
+            advance(SOLVED if index in solved else 1)
             return blocks.layer(index, layout, {name: tensor.to(blocks.dtype) for name, tensor in weights.items()})
 
         nll = window_nlls(blocks, layer_at, scored, batch_size=usual_batch(scored))

@@ -25,7 +25,7 @@ from ladderize.adapt.lora import (
     read_adapter_config,
 )
 from ladderize.adapt.options import METRICS, MergeOptions
-from ladderize.adapt.train.outcome import Adaptation
+from ladderize.adapt.train.run import Adaptation
 from ladderize.checkpoint.config import EMBEDDING, HEAD, expected_tensors, is_tied
 from ladderize.checkpoint.opening import have_same_values, open_checkpoint
 from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint, TensorInfo, check_entries

@@ -14,7 +14,6 @@ from accelerate.utils import parse_flag_from_env
 from ladderize.adapt.lora import lora_config
 from ladderize.adapt.options import CONVERTED, LORA, LORA_FIELDS, AdaptOptions
 from ladderize.adapt.teacher import check_pair
-from ladderize.adapt.train.states import STATE_BYTES, STATES_KEPT, WEIGHT_BYTES
 from ladderize.adapt.train.training_model import trained_tensors
 from ladderize.blocks import compute_dtype
 from ladderize.checkpoint.config import most_positions, parameter_count, stored_dtype
@@ -34,6 +33,7 @@ from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.shards import check_runnable
 from ladderize.runtime.training.model import check_trainable
 
+STATES_KEPT = 2
 OF_THE_COMMAND = ("model", "out", "dry_run", "overwrite", "verify")  # options that train nothing
 # A run that resumes must have these in common with the one before. Others may change, as after the loss exploded.
 FIXED = (
@@ -292,6 +292,7 @@ def open_task(options: AdaptOptions, launch: Launch) -> Task:
 
 
 FP32 = 4
+STATE_BYTES, WEIGHT_BYTES = 12, 4  # per trained number: a state (weights and two moments), and weights alone
 OTHER_BYTES = 500_000_000  # for the interpreter and the libraries, roughly
 
 
