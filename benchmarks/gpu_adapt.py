@@ -82,7 +82,7 @@ def open_loop(options: AdaptOptions, rows: Any, work: Path) -> Iterator[tuple[Ta
     trained = make_model(task, accelerator, Ranks(0, 1, device), SILENT)
     folder = TrainingFolder(work, "adapt", {})  # not as a context, whose end removes it: a later one goes on
     try:
-        yield task, Loop(trained, rows, list(rows[:2]), task.pace, folder, SILENT, task.stored)
+        yield task, Loop(trained, rows, list(rows[:2]), task.pace, folder, SILENT)
     finally:
         folder.unlock()
         reset_accelerate()

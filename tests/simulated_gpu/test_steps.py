@@ -82,7 +82,7 @@ def alone(folder, dense, device, gpu):
         model = open_model(checkpoint, Layout.from_config(checkpoint.config), device, torch.float32)
         student = make_student(model, torch.float32, trained=trained_tensors(checkpoint.tensors, range(LAYERS), True))
         taught = make_teacher(open_model(teacher, Layout.dense(LAYERS), device, torch.float32), torch.float32, student)
-        yield HFTraining(accelerator, student, taught)
+        yield HFTraining(accelerator, student, taught, {})
     finally:
         reset_accelerate()
 
@@ -103,7 +103,7 @@ def tensor_parallel(folder, dense, device, gpu):
 
     student, teacher = model(folder, True).train(), model(dense, False).eval()
     ranks = Ranks(0, 1, device), AlikeRanks(0, RANKS, device)
-    yield TensorParallelTraining(AlikeAccelerator(device), student, teacher, made, *ranks)
+    yield TensorParallelTraining(AlikeAccelerator(device), student, teacher, made, *ranks, {})
 
 
 @pytest.mark.parametrize("make", [alone, tensor_parallel])
@@ -121,7 +121,7 @@ def test_the_host_waits_once(folders, monkeypatch, name, make):
         with make(folders.get(name, folders["spd"]), folders["dense"], device, gpu) as model:
             if name == "answers":
                 model.teacher = None
-            loop, batches = Loop(model, rows, [], PACE, None, SILENT, {}), micro_batches(rows, PACE, model, 0)
+            loop, batches = Loop(model, rows, [], PACE, None, SILENT), micro_batches(rows, PACE, model, 0)
             loop.accelerator.gradient_accumulation_steps = PACE.batch_size // PACE.micro_batch_size
             for _ in range(2):
                 if gpu is not None:

@@ -184,9 +184,9 @@ class TrainingFolder(Unfinished):
         self.at = step
         return progress
 
-    def save_weights(self, step: int, model: TrainingModel, stored: Mapping[str, torch.dtype]) -> None:
-        """Write the trained tensors in their ``stored`` dtypes, or float32. All ranks call it, which have parts."""
-        infos = {name: (stored.get(name, torch.float32), shape) for name, shape in model.shapes.items()}
+    def save_weights(self, step: int, model: TrainingModel) -> None:
+        """Write the trained tensors in their stored dtypes. All ranks call it, which have parts."""
+        infos = {name: (model.stored.get(name, torch.float32), shape) for name, shape in model.shapes.items()}
         if model.accelerator.is_main_process:
             unfinished = self.weights(step).with_suffix(".part")
             write_tensors(unfinished, infos, lambda name: model.whole(name).to(infos[name][0]))
@@ -249,10 +249,7 @@ def micro_batches(rows: Any, pace: Pace, model: TrainingModel, first: int) -> It
 
 
 class Loop:
-    """The training of a model on ``rows``, validated on ``heldout`` ones.
-
-    stored: the dtypes in which OUT holds trained tensors, by name; others are float32.
-    """
+    """The training of a model on ``rows``, validated on ``heldout`` ones."""
 
     def __init__(
         self,
@@ -262,10 +259,9 @@ class Loop:
         pace: Pace,
         folder: TrainingFolder,
         console: Console,
-        stored: Mapping[str, torch.dtype],
     ) -> None:
         self.model, self.rows, self.heldout, self.pace = model, rows, list(heldout), pace
-        self.folder, self.console, self.stored = folder, console, stored
+        self.folder, self.console = folder, console
         self.accelerator, self.objective = model.accelerator, pace.options.objective
         self.progress = Progress()
         self.signalled: Callable[[], bool] = lambda: False
@@ -430,12 +426,12 @@ class Loop:
     def validate(self, advance: Callable[[int], None]) -> Scores:
         """Score the held-out rows with the weights as OUT would hold them, record that, and keep the best weights."""
         progress, objective = self.progress, self.objective
-        with self.model.evaluating(self.stored):
+        with self.model.evaluating():
             progress.last = scores = self.score(advance)
             if progress.best is None or scores.criterion(objective) < progress.best.criterion(objective):
                 progress.best = scores
                 if progress.step:
-                    self.folder.save_weights(progress.step, self.model, self.stored)
+                    self.folder.save_weights(progress.step, self.model)
                     progress.kept_step = progress.step
         values = {"step": progress.step, "heldout_perplexity": scores.perplexity}
         values["heldout_cross_entropy"] = scores.cross_entropy

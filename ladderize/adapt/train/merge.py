@@ -73,8 +73,13 @@ def merge(options: MergeOptions, *, console: Console = SILENT) -> ConversionRepo
     for source in (folder, checkpoint.folder):
         output.check_target(out, source, overwrite=options.overwrite)
     with output.scratch_folder(out) as scratch:
-        with console.stage("merging"), console.contained():
-            tensors, config = write_merged(folder, checkpoint, base, scratch)
+        try:
+            with console.stage("merging"), console.contained(), warnings.catch_warnings(action="ignore"):
+                tensors, config = write_merged(folder, checkpoint, base, scratch)
+        except UserError:
+            raise
+        except Exception as error:  # any, to which a stranger's adapter leads PEFT
+            raise UserError(f"PEFT cannot merge {folder} into {base}: {sentence(error)[:400]}") from error
         files = texts(folder, (ADAPTATION, METRICS)) if document else {}
         if "vocab_size" in config:  # the tokenizer knows the tokens that the adapter adds
             tokenizer = texts(folder, TOKENIZER_FILES)
@@ -168,26 +173,25 @@ class AdaptedModel:
         return read_tensor(self.base.folder, self.sources[name], dtype=dtype)
 
 
+@torch.no_grad()
 def write_merged(
     folder: Path, base: Checkpoint, name: str, scratch: Path
 ) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
     """Write the tensors that merging changes into ``scratch``, each in a file of its own; return them, and the keys of
     config.json that change."""
-    changed: dict[str, TensorInfo] = {}
-    with peft_errors(folder, name), torch.no_grad():
-        model = adapted_model(folder, base)
-        for number, (tensor, values) in enumerate(merged_tensors(model)):
-            stored = read_tensor(base.folder, model.stored[tensor])
-            rounded = values.to(stored.dtype)
-            if not rounded.isfinite().all():
-                too_large = f"too large for {stored.dtype}; convert {name} to bfloat16 first"
-                problem = too_large if values.isfinite().all() else f"NaN or infinite; {folder} is broken"
-                raise UserError(f"{tensor} with its LoRA is {problem}")
-            if not torch.equal(rounded, stored):
-                file = scratch / f"{number}.safetensors"
-                write_tensors(file, {tensor: (rounded.dtype, rounded.shape)}, {tensor: rounded}.__getitem__)
-                changed |= locate_tensors(file)
-            del values, stored, rounded  # before the next one is computed
+    model, changed = adapted_model(folder, base), dict[str, TensorInfo]()
+    for number, (tensor, values) in enumerate(merged_tensors(model)):
+        stored = read_tensor(base.folder, model.stored[tensor])
+        rounded = values.to(stored.dtype)
+        if not rounded.isfinite().all():
+            too_large = f"too large for {stored.dtype}; convert {name} to bfloat16 first"
+            problem = too_large if values.isfinite().all() else f"NaN or infinite; {folder} is broken"
+            raise UserError(f"{tensor} with its LoRA is {problem}")
+        if not torch.equal(rounded, stored):
+            file = scratch / f"{number}.safetensors"
+            write_tensors(file, {tensor: (rounded.dtype, rounded.shape)}, {tensor: rounded}.__getitem__)
+            changed |= locate_tensors(file)
+        del values, stored, rounded  # before the next one is computed
     config: dict[str, Any] = {}
     if model.vocab_size != base.config["vocab_size"]:
         config["vocab_size"] = model.vocab_size
@@ -199,19 +203,6 @@ def write_merged(
             changed[HEAD] = head
             config["tie_word_embeddings"] = False
     return changed, config
-
-
-@contextlib.contextmanager
-def peft_errors(folder: Path, name: str) -> Iterator[None]:
-    """Make one sentence of any error that a stranger's adapter leads PEFT to, and hide warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"PEFT cannot merge {folder} into {name}: {sentence(error)[:400]}") from error
 
 
 def adapted_model(folder: Path, base: Checkpoint) -> AdaptedModel:
@@ -243,8 +234,9 @@ def adapted_model(folder: Path, base: Checkpoint) -> AdaptedModel:
         elif isinstance(module, ModulesToSaveWrapper):
             saved.add(f"{name}.weight")
         elif isinstance(module, TrainableTokensWrapper):
-            tied_rows = module.token_adapter.tied_adapter is not None
-            key, kept = rows_key(name), rows_key(EMBEDDING_MODULE if tied_rows else name)
+            is_tied_to = module.token_adapter.tied_adapter is not None
+            owner = EMBEDDING_MODULE if is_tied_to else name
+            key, kept = (f"{PEFT_PREFIX}{each}.token_adapter.trainable_tokens_delta" for each in (name, owner))
             tokens[name] = module.token_adapter.token_indices["default"], kept
             if key in tensors:  # of a tied head PEFT may store a copy
                 shapes.setdefault(key, shapes[kept])
@@ -274,11 +266,6 @@ def adapted_model(folder: Path, base: Checkpoint) -> AdaptedModel:
 def plain_name(key: str) -> str:
     """Return the name in the base of a tensor that PEFT stores as ``key``."""
     return WRAPPERS.sub("", key.removeprefix(PEFT_PREFIX))
-
-
-def rows_key(module: str) -> str:
-    """Return PEFT's name of the trained rows of a module."""
-    return f"{PEFT_PREFIX}{module}.token_adapter.trainable_tokens_delta"
 
 
 def check_adapter_tensors(

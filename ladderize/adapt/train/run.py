@@ -211,7 +211,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) 
             if options.teacher_cache is not None:
                 rows, heldout = with_answers(task, rows, heldout, identity, accelerator, ranks, console)
             model = make_model(task, accelerator, ranks, console)
-            loop = Loop(model, rows, heldout, task.pace, work, console, task.stored)
+            loop = Loop(model, rows, heldout, task.pace, work, console)
             loop.progress.model = fingerprint(task.checkpoint)
             if step:
                 resume(loop, step, task, ranks)
@@ -227,7 +227,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) 
             ) from None
         chosen = chosen_step(task, progress, work)
         if chosen != progress.kept_step:
-            work.save_weights(chosen, model, task.stored)
+            work.save_weights(chosen, model)
         model.close()
         document = None
         if ranks.is_main:
@@ -298,6 +298,7 @@ def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Cons
         accelerator,
         student,
         teacher,
+        task.stored,
         weight_decay=options.weight_decay,
         micro_batch_size=pace.micro_batch_size,
         max_grad_norm=options.max_grad_norm,
