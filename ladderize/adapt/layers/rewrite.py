@@ -271,12 +271,25 @@ def rewrite_layers(
     job = LayerJob(*models, task.windows, task.ranks, files, task.console)
     method.run(job, task.options)
     task.ranks.barrier()
-    perplexity, divergence = measured(job, assignment)
+    before = partial(assigned_weights, task.converted, assignment)
+
+    def after(layer: int) -> Mapping[str, torch.Tensor]:
+        if layer not in layers:
+            return before(layer)
+        blocks, rewritten = task.converted, files.weights(layer)
+        return {name: tensor.to(blocks.device, blocks.dtype) for name, tensor in rewritten.items()}
+
+    contenders = {
+        "dense": Contender(task.dense, Layout.dense(layout.num_layers), task.dense.weights),
+        "before": Contender(task.converted, layout, before),
+        "after": Contender(task.converted, layout, after),
+    }
+    perplexity, divergence = heldout_measures(contenders, task.windows.heldout, task.ranks, task.console)
     if not task.ranks.is_main:
         return None
     if task.options.write == "best":
-        before, after = divergence["before"], divergence["after"]
-        check_improved("KL", before, after, work=folder, advice=method.advice, method=method.noun)
+        values = divergence["before"], divergence["after"]
+        check_improved("KL", *values, work=folder, advice=method.advice, method=method.noun)
     elif perplexity["after"].perplexity > perplexity["before"].perplexity:
         task.console.warn(f"the held-out perplexity rose: {method.advice}")
     reports: Any = [files.report(method.report, layer) for layer in layers]
@@ -311,24 +324,6 @@ def rewrite_layers(
     overwrite, verify = task.overwrite, task.verify
     convert_checkpoint(task.model, task.out, layout, changes, overwrite=overwrite, verify=verify, console=task.console)
     return document
-
-
-def measured(job: LayerJob, assignment: RankAssignment | None) -> tuple[dict[str, Perplexity], dict[str, float]]:
-    """Return ``heldout_measures`` of the dense model, and of the converted one before and after."""
-    before = partial(assigned_weights, job.converted, assignment)
-
-    def after(layer: int) -> Mapping[str, torch.Tensor]:
-        if layer not in job.layers:
-            return before(layer)
-        blocks, weights = job.converted, job.files.weights(layer)
-        return {name: tensor.to(blocks.device, blocks.dtype) for name, tensor in weights.items()}
-
-    contenders = {
-        "dense": Contender(job.teacher, Layout.dense(job.layout.num_layers), job.teacher.weights),
-        "before": Contender(job.converted, job.layout, before),
-        "after": Contender(job.converted, job.layout, after),
-    }
-    return heldout_measures(contenders, job.windows.heldout, job.ranks, job.console)
 
 
 # ---- ``ladderize spd`` ----
