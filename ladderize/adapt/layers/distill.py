@@ -174,7 +174,13 @@ class BlockTrainer:
         per_epoch = math.ceil(len(self.trained) / self.batch_size)
         total, every = options.epochs * per_epoch, max(1, per_epoch // EVALUATIONS_PER_EPOCH)
         optimizer = torch.optim.AdamW(self.layer.parameters(), lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, total))
+        warmup = max(1, int(WARMUP * total))
+
+        def factor(step: int) -> float:
+            decay = 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+            return (step + 1) / warmup if step < warmup else decay
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         # The order must not depend on which blocks were trained before.
         generator = torch.Generator().manual_seed(options.seed * 10_007 + self.index)
         best, best_weights, best_step, step, curve = before, self.initial, 0, 0, [(0, before)]
@@ -231,11 +237,3 @@ class BlockTrainer:
             return loss
         advice = f"take a smaller --lr (this one was {self.lr:g})" if step else "check the model's weights"
         raise UserError(f"block {self.index}: the loss is NaN or infinite after {step} steps; {advice}")
-
-
-def lr_factor(step: int, total: int) -> float:
-    """Return the factor of the learning rate: a linear warm-up, then a cosine to zero."""
-    warmup = max(1, int(WARMUP * total))
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))

@@ -7,16 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ladderize import choices
-from ladderize.adapt.options import (
-    ALIGN,
-    BLOCKS,
-    COMPUTE_DTYPE,
-    CONVERTED,
-    SAMPLES,
-    TrainingDtype,
-    Write,
-    check_lr,
-)
+from ladderize.adapt.options import ALIGN, BLOCKS, COMPUTE_DTYPE, CONVERTED, SAMPLES, TrainingDtype, Write, check_lr
 from ladderize.choices import (
     DATA,
     LAYOUT,
