@@ -88,8 +88,8 @@ class Encoder:
             check_vocabulary([ids for ids, _ in examples], self.vocab_size, row.origin)
             if not encoded[index].problem and not any(scored[1:].any() for _, scored in examples):
                 lengths = " and ".join(str(len(ids)) for ids, _ in examples) or "0"
-                problem = f"{row.origin}: gives {lengths} tokens, none of which the loss could score"
-                encoded[index] = EncodedRow(problem=problem)
+                reason = f"{row.origin}: gives {lengths} tokens, none of which the loss could score"
+                encoded[index] = EncodedRow(problem=reason)
         return [encoded[index] for index in range(len(rows))]
 
     def _texts(self, rows: list[Row]) -> list[EncodedRow]:

@@ -146,9 +146,8 @@ class BlockTrainer:
     def loss(self, rows: Tensor) -> Tensor:
         """Return the mean squared difference to the dense block's output on these windows."""
         # float32 from here on: a block adds little to the stream, and rounding of the sum would hide it.
-        entering: State = self._stream(complete(self.before), rows)
-        if isinstance(self.before, tuple):
-            entering = entering, self._stream(self.before[1], rows)
+        stream = self._stream(complete(self.before), rows)
+        entering = (stream, self._stream(self.before[1], rows)) if isinstance(self.before, tuple) else stream
         with self.blocks.autocast():
             output = complete(self.blocks.run(self.layer, entering))
         return (output - self._stream(complete(self.after), rows)).square().mean()

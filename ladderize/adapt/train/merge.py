@@ -74,7 +74,8 @@ def merge(options: MergeOptions, *, console: Console = SILENT) -> ConversionRepo
         output.check_target(out, source, overwrite=options.overwrite)
     with output.scratch_folder(out) as scratch:
         try:
-            with console.stage("merging"), console.contained(), warnings.catch_warnings(action="ignore"):
+            with console.stage("merging"), console.contained(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 tensors, config = write_merged(folder, checkpoint, base, scratch)
         except UserError:
             raise
