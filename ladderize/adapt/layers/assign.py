@@ -11,7 +11,7 @@ ranks are exchanged while the cheapest assignment gets cheaper. Relatives: head 
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -179,18 +179,6 @@ def cheapest_ranks(costs: np.ndarray) -> np.ndarray:
 # ---- heads ----
 
 
-def descend(start: Members, cost: Callable[[Members], float], seed: int = 0) -> Members:
-    """Exchange units between ranks while that lowers the cost; return what is left."""
-    rng, members, least = np.random.default_rng(seed), start, cost(start)
-    while True:
-        for other in exchanged(members, rng):
-            if (value := cost(other)) < least * (1 - MIN_GAIN):
-                members, least = other, value
-                break
-        else:
-            return members
-
-
 def exchanged(members: Members, rng: np.random.Generator) -> Iterator[Members]:
     """Yield every result of exchanging two units, or all that two ranks hold, in a drawn order."""
     rank_of = {unit: rank for rank, units in enumerate(members) for unit in units}
@@ -255,7 +243,16 @@ def choose_heads(block: ApartBlock, fit: BlockTokens, *, neurons: bool, seed: in
         ranks = cheapest_ranks(costs) if neurons else block.neuron_ranks[sample]
         return float(costs[np.arange(count), ranks].sum())
 
-    return descend(block.members, cost, seed)
+    # exchange units between ranks while that lowers the cost
+    drawn, members, least, is_lower = np.random.default_rng(seed), block.members, cost(block.members), True
+    while is_lower:
+        is_lower = False
+        for other in exchanged(members, drawn):
+            value = cost(other)
+            if value < least * (1 - MIN_GAIN):
+                members, least, is_lower = other, value, True
+                break
+    return members
 
 
 # ---- ranks of neighbouring layers ----

@@ -23,7 +23,6 @@ from ladderize.adapt.layers.windows import Windows, split_windows
 from ladderize.blocks import Blocks, State, check_finite, complete, read_windows, to_device, window_nlls
 from ladderize.checkpoint.config import parameter_count, stored_dtype
 from ladderize.checkpoint.opening import open_checkpoint
-from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console, human_bytes
 from ladderize.convert.sensitivity_file import (
@@ -232,7 +231,20 @@ def write_sensitivity(
     if drawn is None:
         windows = read_windows(checkpoint, options.data, seq_len=options.seq_len, seed=options.seed)
         drawn = windows, file_sha256(options.data)
-    scored, to_align = split_drawn(checkpoint, options, drawn[0], console)
+    # the windows to score, and with --align those after them to align on
+    scored, to_align, there = drawn[0][: options.samples], None, f"{options.data} gives {len(drawn[0])} windows"
+    if len(scored) < 2:
+        raise UserError(f"{options.data} gives one window of {drawn[0].shape[1]} tokens, and intervals need two")
+    if len(scored) < options.samples:
+        console.note(f"{there}, fewer than --samples {options.samples}")
+    if options.align:
+        tokens = default_tokens(checkpoint.config, short=True)
+        to_align = split_windows(drawn[0][options.samples :], options.align_samples, None, tokens)
+        if to_align is None:
+            raise UserError(
+                f"{there} of {scored.shape[1]} tokens, too few for {options.samples} to score and others to align on;"
+                " give more data, or lower --samples, --align-samples or --seq-len"
+            )
     dtype = stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype
     about: dict[str, Any] = {
         "fingerprint": fingerprint(checkpoint),
@@ -262,24 +274,3 @@ def write_sensitivity(
         if ranks.is_main:
             write_json(options.out, document.to_dict())
     return document
-
-
-def split_drawn(
-    checkpoint: Checkpoint, options: SensitivityOptions, drawn: np.ndarray, console: Console
-) -> tuple[np.ndarray, Windows | None]:
-    """Return the windows to score, and with --align those after them to align on. Raises UserError for too few."""
-    scored = drawn[: options.samples]
-    if len(scored) < 2:
-        raise UserError(f"{options.data} gives one window of {drawn.shape[1]} tokens, and intervals need two")
-    if len(scored) < options.samples:
-        console.note(f"{options.data} gives {len(scored)} windows, fewer than --samples {options.samples}")
-    if not options.align:
-        return scored, None
-    tokens = default_tokens(checkpoint.config, short=True)
-    to_align = split_windows(drawn[options.samples :], options.align_samples, None, tokens)
-    if to_align is None:
-        raise UserError(
-            f"{options.data} gives {len(drawn)} windows of {drawn.shape[1]} tokens, too few for {options.samples}"
-            " to score and others to align on; give more data, or lower --samples, --align-samples or --seq-len"
-        )
-    return scored, to_align
