@@ -70,8 +70,9 @@ def solve(models, place, ids, *, ridge=1e-2, layers=None, dtype=torch.float32, d
     files, windows = LayerFiles(place), Windows(ids[:TRAINED], ids[TRAINED:])
     dense_weights = dense_weights or blocks_of(models[0], stored.dtype).weights
     job = LayerJob(teacher, own, own.layout, layers, stored.weights, dense_weights, windows, ALONE, files)
-    with patch("ladderize.adapt.layers.align.RANDOM_SHARE", random_share):
-        align(job, AlignOptions("a.npy"), RIDGES if ridge is None else (ridge,))
+    ridges = RIDGES if ridge is None else (ridge,)
+    with patch.multiple("ladderize.adapt.layers.align", RANDOM_SHARE=random_share, RIDGES=ridges):
+        align(job, AlignOptions("a.npy"))
     weights = all_tensors(models[1])
     for layer in layers:
         weights |= {f"model.layers.{layer}.{name}": tensor for name, tensor in files.weights(layer).items()}

@@ -12,7 +12,7 @@ import yaml
 
 from ladderize.adapt.layers import rewrite
 from ladderize.adapt.layers.options import SensitivityOptions
-from ladderize.adapt.layers.sensitivity import AlignedLayouts, LayoutScores, write_sensitivity
+from ladderize.adapt.layers.sensitivity import LayerwiseScores, LayoutScores, write_sensitivity
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import read_windows
 from ladderize.checkpoint.opening import open_checkpoint
@@ -166,17 +166,17 @@ def aligned_measurer(model, points, folder):
 def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monkeypatch):
     """As adapt --method align leaves it: every layer behind the first converted one is solved, too."""
     windows, layout = drawn(model, ids), Layout.from_layers(LAYERS, delayed=[1], ladder=[2], sync_tp_size=4)
-    aligned, original = [], AlignedLayouts.__call__
+    aligned, original = [], LayerwiseScores.__call__
 
     def noted(self, layout, *rest):
         aligned.append(layout)
         return original(self, layout, *rest)
 
-    monkeypatch.setattr(AlignedLayouts, "__call__", noted)
+    monkeypatch.setattr(LayerwiseScores, "__call__", noted)
     measurer = aligned_measurer(model, points, tmp_path)
     measured = measurer.measure(layout, False)
     assert str(layout) in measurer.tables[True]  # aligned once, scored on all windows
-    others = {window.tobytes() for window in measurer.aligner.windows.all.numpy()}
+    others = {window.tobytes() for window in measurer.scorer.windows.all.numpy()}
     assert not others & {w.tobytes() for windows in measurer.windows.values() for w in windows}
     held_out = measurer.measure(layout, True)
     again = aligned_measurer(model, points, tmp_path)  # a killed run goes on

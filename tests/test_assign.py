@@ -10,7 +10,7 @@ from scipy.optimize import linear_sum_assignment
 
 from ladderize import convert_checkpoint, load
 from ladderize.adapt.layers import assign
-from ladderize.adapt.layers.assign_layer import ApartBlock, BlockTokens, cheapest_ranks
+from ladderize.adapt.layers.assign import ApartBlock, BlockTokens, cheapest_ranks
 from ladderize.adapt.layers.layer_files import Contender, heldout_measures
 from ladderize.adapt.layers.windows import Windows
 from ladderize.convert.assignment import RankAssignment, read_assignment

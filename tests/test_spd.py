@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from ladderize import load
-from ladderize.adapt.layers import rewrite, spd
+from ladderize.adapt.layers import rewrite
 from ladderize.adapt.layers.layer_files import LayerFiles
 from ladderize.adapt.layers.rewrite import METHODS
 from ladderize.convert.assignment import read_assignment
@@ -102,7 +102,7 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
     assert run(tmp_path / "whole", text, *quarter).code == 0
     stopped = replace(METHODS["blocks"], run=mock.Mock(side_effect=KeyboardInterrupt))
     for patched in (
-        mock.patch.object(spd, "assign_layers", side_effect=KeyboardInterrupt),
+        mock.patch.object(rewrite, "assign_layers", side_effect=KeyboardInterrupt),
         mock.patch.dict(METHODS, {"blocks": stopped}),
         mock.patch.object(rewrite, "convert_checkpoint", side_effect=KeyboardInterrupt),
     ):
@@ -112,8 +112,8 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
     for options, other in ((["--seq-len", 32], "data"), (["--spd-fraction", 0.1], "spd_fraction (0.25, now 0.1)")):
         refused = one_sentence(run(tmp_path / "out", text, *quarter, *options))
         assert f"with another {other}; give the old value again" in refused
-    monkeypatch.setattr(spd, "write_sensitivity", lambda *a, **k: pytest.fail("the blocks were measured already"))
-    monkeypatch.setattr(spd, "assign_layers", lambda *a, **k: pytest.fail("heads and neurons were assigned already"))
+    monkeypatch.setattr(rewrite, "write_sensitivity", lambda *a, **k: pytest.fail("the blocks were measured already"))
+    monkeypatch.setattr(rewrite, "assign_layers", lambda *a, **k: pytest.fail("heads were assigned already"))
     monkeypatch.setattr(LayerFiles, "save", lambda *a: pytest.fail("the blocks were trained already"))
     for _ in range(2):  # the second finds OUT, which this command wrote
         assert run(tmp_path / "out", text, *quarter).code == 0

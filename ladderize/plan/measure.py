@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.sensitivity import AlignedLayouts, aligned_passes, usual_batch
+from ladderize.adapt.layers.sensitivity import LayerwiseScores
 from ladderize.adapt.layers.windows import split_windows
-from ladderize.blocks import Blocks, check_finite, compute_dtype, read_windows, window_nlls
+from ladderize.blocks import Blocks, compute_dtype, read_windows
 from ladderize.checkpoint.config import stored_dtype
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import SILENT, Console
@@ -41,13 +41,14 @@ class LayoutMeasurer:
             raise UserError(f"{data.file} is not the data that the costs were measured on")
         drawn = read_windows(checkpoint, data.file, seq_len=data.seq_len, seed=data.seed)
         choose, rest = drawn[: data.samples], drawn[data.samples :]
-        self.aligner, aligned_on = None, drawn[:0]
+        windows, aligned_on = None, drawn[:0]
         if aligned is not None:
             windows = split_windows(rest, aligned.samples, aligned.heldout, None)
             if windows is None:
                 raise _too_few(len(rest), data, "to align on and confirm a layout on")
-            self.aligner, aligned_on = AlignedLayouts(self.blocks, windows), windows.all.numpy()
+            aligned_on = windows.all.numpy()
             rest = rest[len(aligned_on) :]
+        self.scorer = LayerwiseScores(self.blocks, windows)
         chosen_on = {window.tobytes() for window in choose}
         confirm = np.array([window for window in rest if window.tobytes() not in chosen_on], dtype=drawn.dtype)
         if len(confirm) < LEAST_HELD_OUT:
@@ -73,33 +74,23 @@ class LayoutMeasurer:
 
     def _nlls(self, layout: Layout, held_out: bool) -> np.ndarray:
         """Return the summed nats of each window."""
-        key, windows = str(layout), self.windows[held_out]
-        if len(self.tables[held_out].get(key, [])) != len(windows):
-            if self.aligner is None:
-                self.tables[held_out][key] = self._score(layout, windows)
-            else:  # aligning takes longer than scoring, and is done once
-                both = torch.from_numpy(np.concatenate([*self.windows.values()]))
-                with self.console.progress("aligning and measuring", sum(aligned_passes(layout))) as advance:
-                    nlls = self.aligner(layout, both, advance)
-                count = len(self.windows[False])
-                self.tables[False][key], self.tables[True][key] = nlls[:count].tolist(), nlls[count:].tolist()
+        key, count = str(layout), len(self.windows[held_out])
+        if len(self.tables[held_out].get(key, [])) != count:
+            # aligning takes longer than scoring, and is done once
+            kinds = [held_out] if self.scorer.windows is None else [*self.windows]
+            ids = torch.from_numpy(np.concatenate([self.windows[kind] for kind in kinds]))
+            states = 2 * ids.numel() * int(self.blocks.config["hidden_size"]) * self.blocks.dtype.itemsize
+            advice = "measure the sensitivity with fewer --samples"
+            check_room(states, torch.device("cpu"), "measuring a layout", advice)
+            doing = "aligning and measuring" if len(kinds) > 1 else "measuring"
+            model = "the dense model" if layout.is_dense else "a layout"
+            with self.console.progress(f"{doing} {model}", self.scorer.passes(layout)) as advance:
+                nlls = self.scorer(layout, ids, advance)
+            for kind in kinds:
+                size = len(self.windows[kind])
+                self.tables[kind][key], nlls = nlls[:size].tolist(), nlls[size:]
             write_json(self.kept, {str(name): table for name, table in self.tables.items()})
         return np.array(self.tables[held_out][key])
-
-    def _score(self, layout: Layout, windows: np.ndarray) -> list[float]:
-        blocks = self.blocks
-        states = 2 * windows.size * int(blocks.config["hidden_size"]) * blocks.dtype.itemsize
-        check_room(states, torch.device("cpu"), "measuring a layout", "measure the sensitivity with fewer --samples")
-        model = "the dense model" if layout.is_dense else "a layout"
-        with self.console.progress(f"measuring {model}", blocks.num_layers) as advance:
-
-            def layer_at(index: int) -> torch.nn.Module:
-                advance(1)
-                return blocks.layer(index, layout, blocks.weights(index))
-
-            nlls = window_nlls(blocks, layer_at, torch.from_numpy(windows), batch_size=usual_batch(windows))
-        check_finite(float(nlls.sum()), f"the log-likelihood under {layout}")
-        return nlls.tolist()
 
 
 def _too_few(count: int, data: CalibrationData, purpose: str) -> UserError:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ladderize.adapt.layers import align_layer
 from ladderize.adapt.layers.align import align
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob
 from ladderize.adapt.layers.options import AlignOptions
@@ -83,7 +82,7 @@ def alone(folder, dense, device, gpu):
         model = open_model(checkpoint, Layout.from_config(checkpoint.config), device, torch.float32)
         student = make_student(model, torch.float32, trained=trained_tensors(checkpoint.tensors, range(LAYERS), True))
         taught = make_teacher(open_model(teacher, Layout.dense(LAYERS), device, torch.float32), torch.float32, student)
-        yield HFTraining(accelerator, student, taught)
+        yield HFTraining(accelerator, student, taught, {})
     finally:
         reset_accelerate()
 
@@ -104,7 +103,7 @@ def tensor_parallel(folder, dense, device, gpu):
 
     student, teacher = model(folder, True).train(), model(dense, False).eval()
     ranks = Ranks(0, 1, device), AlikeRanks(0, RANKS, device)
-    yield TensorParallelTraining(AlikeAccelerator(device), student, teacher, made, *ranks)
+    yield TensorParallelTraining(AlikeAccelerator(device), student, teacher, made, *ranks, {})
 
 
 @pytest.mark.parametrize("make", [alone, tensor_parallel])
@@ -122,7 +121,7 @@ def test_the_host_waits_once(folders, monkeypatch, name, make):
         with make(folders.get(name, folders["spd"]), folders["dense"], device, gpu) as model:
             if name == "answers":
                 model.teacher = None
-            loop, batches = Loop(model, rows, [], PACE, None, SILENT, {}), micro_batches(rows, PACE, model, 0)
+            loop, batches = Loop(model, rows, [], PACE, None, SILENT), micro_batches(rows, PACE, model, 0)
             loop.accelerator.gradient_accumulation_steps = PACE.batch_size // PACE.micro_batch_size
             for _ in range(2):
                 if gpu is not None:
@@ -141,6 +140,8 @@ def test_the_host_waits_once(folders, monkeypatch, name, make):
 def test_align_waits_for_no_batch(folders, tmp_path, monkeypatch):
     """The states lie on the GPU."""
     ids = random_ids(8, 16)
+    # rounding decides how many others are tried
+    monkeypatch.setattr("ladderize.adapt.layers.align.RIDGES", [1e-3])
 
     def waits(place):
         place.mkdir()
@@ -149,9 +150,9 @@ def test_align_waits_for_no_batch(folders, tmp_path, monkeypatch):
             files, ranks = LayerFiles(place), Ranks(0, 1, DEVICE)
             windows, weights = Windows(ids[:6], ids[6:]), blocks.weights
             job = LayerJob(blocks, blocks, blocks.layout, tuple(range(LAYERS)), weights, weights, windows, ranks, files)
-            align(job, AlignOptions("a.npy"), [1e-3])  # rounding decides how many others are tried
+            align(job, AlignOptions("a.npy"))
         return sum(gpu.syncs.values())
 
     whole = waits(tmp_path / "whole")
-    monkeypatch.setattr(align_layer, "TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr("ladderize.adapt.layers.align.TOKENS_AT_ONCE", 1)
     assert waits(tmp_path / "one by one") == whole

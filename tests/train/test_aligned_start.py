@@ -49,7 +49,7 @@ def test_a_finished_alignment_is_not_made_again(place, done, tmp_path, monkeypat
         patch.setattr(run, "make_model", lambda *_: 1 / 0)
         assert aligned(place, tmp_path / "out", run=invoke).code != 0
     assert listing(tmp_path) == ["out-aligned"]
-    monkeypatch.setattr("ladderize.adapt.layers.align.aligned_layers", lambda *_, **__: pytest.fail("aligned again"))
+    monkeypatch.setattr("ladderize.adapt.layers.align.LayerAlignment", lambda *_, **__: pytest.fail("aligned again"))
     for said in ("out-aligned is complete", "out is complete"):
         assert said in aligned(place, tmp_path / "out").stderr
     assert same_weights(all_tensors(tmp_path / "out"), all_tensors(done / "out"))
@@ -59,7 +59,7 @@ def test_a_begun_training_goes_on_from_what_was_aligned(place, tmp_path, monkeyp
     """Also with --overwrite, with which an alignment would be made anew."""
     stopped_before_the_end(place, tmp_path / "out", "--align", "--distill-from", place / "dense", "--overwrite")
     before = all_tensors(tmp_path / "out-aligned")
-    monkeypatch.setattr("ladderize.adapt.layers.align.aligned_layers", lambda *_, **__: pytest.fail("aligned again"))
+    monkeypatch.setattr("ladderize.adapt.layers.align.LayerAlignment", lambda *_, **__: pytest.fail("aligned again"))
     outcome = aligned(place, tmp_path / "out", "--overwrite", steps=9)
     assert "resuming after step 6" in outcome.stderr
     assert same_weights(all_tensors(tmp_path / "out-aligned"), before)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.train.loop import Loop
-from ladderize.adapt.train.states import Scores
+from ladderize.adapt.train.loop import Loop, Scores
 from ladderize.adapt.train.training_model import HFTraining
 from tests.helpers import listing, one_sentence, refusal
 from tests.train.commands import adapt, arguments, losses_of, refused, succeed

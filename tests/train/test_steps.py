@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import ladderize
 from ladderize.adapt.options import AdaptOptions, parse_count
-from ladderize.adapt.train.loop import row_order
-from ladderize.adapt.train.pace import Pace
-from ladderize.adapt.train.states import read_metrics
+from ladderize.adapt.train.loop import read_metrics, row_order
+from ladderize.adapt.train.task import Pace
 from ladderize.adapt.train.training_model import BETAS, EPSILON
 from ladderize.adapt.training_data import open_data
 from ladderize.checkpoint.opening import open_checkpoint

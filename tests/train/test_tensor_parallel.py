@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from ladderize.adapt.options import AdaptOptions
+from ladderize.adapt.train.loop import read_metrics
 from ladderize.adapt.train.run import adapt_checkpoint
-from ladderize.adapt.train.states import read_metrics
 from ladderize.adapt.train.task import Launch, open_task
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.convert.pipeline import convert_checkpoint
