@@ -10,12 +10,13 @@ narrower than a time's. Imports no torch.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from ladderize.console import human_bytes
+from ladderize.convert.sensitivity_file import AlignmentWindows
 from ladderize.errors import LadderizeError
 from ladderize.files.documents import read_yaml
 from ladderize.files.records import Record
@@ -92,6 +93,64 @@ class PlannedRow(Record):
     fits: bool | None  # None where the device's memory is unknown
     all_reduces: dict[str, str]  # the names of the links that the messages of layers take, by phase
     loss: MeasuredLoss | None  # that a real model had with about this layout; None where that was not measured
+
+
+@dataclass(frozen=True)
+class LayoutCost(Record):
+    """The measured cost of a layout on so many windows: the increase of the mean negative log-likelihood of a token
+    over the dense model's, in nats."""
+
+    nats: float
+    stderr: float  # the standard error, paired with the dense model by window
+    windows: int
+
+
+@dataclass(frozen=True)
+class PlannedLayout(Record):
+    """A layout with its speed-up over the dense one, end to end, and its costs."""
+
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+    speedup: float
+    estimated_nats: float  # the sum of the costs of its layers
+    measured: LayoutCost | None = None  # on the windows that it was chosen on
+    held_out: LayoutCost | None = None  # on other windows
+
+    @property
+    def as_layout(self) -> Layout:
+        return Layout(tuple(self.attention_sync), tuple(self.mlp_sync), self.sync_tp_size)
+
+    @property
+    def cost_sentence(self) -> str:
+        """``+1.20% estimated, +1.43% measured, +1.51% (standard error 0.30) on 16 held-out windows``."""
+        costs = [f"{shown_increase(self.estimated_nats)} estimated"]
+        if self.measured is not None:
+            costs.append(f"{shown_increase(self.measured.nats)} measured")
+        if self.held_out is None:
+            return ", ".join([*costs, "not verified"])
+        nats, windows = self.held_out.nats, self.held_out.windows
+        error = f"standard error {100 * math.exp(min(nats, 30.0)) * self.held_out.stderr:.2f}"
+        return ", ".join([*costs, f"{shown_increase(nats)} ({error}) on {windows} held-out windows"])
+
+
+@dataclass(frozen=True)
+class PlanChoice(Record):
+    """The fastest layout within the budget of ``max_nats``."""
+
+    LEFT_OUT: ClassVar = ("aligned",)
+
+    max_nats: float
+    chosen: PlannedLayout
+    measured: list[PlannedLayout] = field(default_factory=list)  # all that were, in order
+    costs_file: str = ""  # the sensitivity that it was chosen by
+    aligned: AlignmentWindows | None = None  # the windows that layouts were aligned on before they were measured
+
+
+def shown_increase(nats: float, digits: int = 2) -> str:
+    """Return an increase of the perplexity in per cent, with its sign."""
+    return f"{100 * math.expm1(min(nats, 30.0)):+.{digits}f}%"
 
 
 class _Variant(NamedTuple):

@@ -25,13 +25,14 @@ from ladderize.files.output import replacement
 from ladderize.files.records import Record
 from ladderize.files.regular import names_a_file, resolved
 from ladderize.layout import Layout, LayoutError
-from ladderize.plan.choice import LAYER_KINDS, LayerTables, PlanChoice, choose_layout, kind_seconds
+from ladderize.plan.choice import KINDS, LayerTables, choose_layout, kind_seconds
 from ladderize.plan.hardware import DeviceSpec, known_engines, own_links, read_device
 from ladderize.plan.options import BOUND_NAMES, PlanOptions
 from ladderize.plan.passes import WIDTHS, Serving, pass_parts
 from ladderize.plan.rows import (
     CHECKPOINT_ROW,
     CHOSEN_ROW,
+    PlanChoice,
     PlannedRow,
     PlanVerdict,
     judge,
@@ -104,7 +105,7 @@ def plan_layouts(options: PlanOptions, *, console: Console = SILENT) -> PlanResu
     if choice is not None and recipe_out is not None:
         _write_recipe(recipe_out, choice)
     if measurer is not None:
-        measurer.tidy()
+        measurer.kept.unlink(missing_ok=True)
     return result
 
 
@@ -239,11 +240,11 @@ def _choose(
     """Return the fastest layout within the budget on this group, and the measurer, if layouts were measured."""
     costs = read_sensitivity(sensitivity)
     _check_costs(options, layout, costs, serving.ranks)
-    nats = np.full((layout.num_layers, len(LAYER_KINDS)), np.inf)  # where none was measured
+    nats = np.full((layout.num_layers, len(KINDS)), np.inf)  # where none was measured
     nats[:, 0] = 0.0
     for cost in costs.costs:
         if cost.layer or "+" not in cost.kind:  # no MLP enters the first, so that is spd
-            nats[cost.layer, LAYER_KINDS.index(cost.kind)] = max(cost.nats, 0.0)  # below 0 is noise
+            nats[cost.layer, KINDS.index(cost.kind)] = max(cost.nats, 0.0)  # below 0 is noise
     times = pass_parts(serving, costs.sync_tp_size)
     constant, seconds = kind_seconds(times, serving.passes, layout.num_layers)
     tables = LayerTables(seconds, nats, constant, costs.sync_tp_size)
@@ -251,7 +252,7 @@ def _choose(
     if limit:
         from ladderize.plan.measure import LayoutMeasurer
 
-        measurer = LayoutMeasurer(options, costs, kept_beside=options.out or sensitivity, console=console)
+        measurer = LayoutMeasurer(options, costs, options.out or sensitivity, console)
     choice = choose_layout(tables, budget, measurer.measure if measurer else None, limit, console=console)
     return replace(choice, costs_file=str(sensitivity), aligned=costs.aligned), measurer
 
