@@ -9,7 +9,7 @@ it costs more than the budget there, that counts as its cost, and the search goe
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,17 +43,16 @@ class LayerTables:
         return (0,) * len(self.seconds)
 
     def speedup(self, kinds: Kinds) -> float:
-        before, after = total(self.seconds, self.dense), total(self.seconds, kinds)
-        return (self.constant + before) / (self.constant + after)
+        return (self.constant + total(self.seconds, self.dense)) / (self.constant + total(self.seconds, kinds))
 
     def layout(self, kinds: Kinds) -> Layout:
         attention, entering = zip(*(LAYER_KINDS[KINDS[kind]] for kind in kinds), strict=True)
         mlp = (*entering[1:], BLOCKING)
         return Layout(attention, mlp, self.sync_tp_size if {*APART} & {*attention, *mlp} else None)
 
-    def planned(self, kinds: Kinds, *costs: LayoutCost | None) -> PlannedLayout:
-        layout, speedup, nats = self.layout(kinds), self.speedup(kinds), total(self.nats, kinds)
-        return PlannedLayout(str(layout), *layout.to_config().values(), speedup, nats, *costs)
+    def planned(self, kinds: Kinds) -> PlannedLayout:
+        layout, speedup = self.layout(kinds), self.speedup(kinds)
+        return PlannedLayout(str(layout), **layout.to_config(), speedup=speedup, estimated_nats=total(self.nats, kinds))
 
 
 def total(table: np.ndarray, kinds: Kinds) -> float:
@@ -152,7 +151,10 @@ def choose_layout(
             f" windows; the least increase is {min(costs.values()):.4f} nats, so give a larger budget, or a larger"
             " --verify"
         )
-    planned = {kinds: tables.planned(kinds, cost, held_out.get(kinds)) for kinds, cost in measured.items()}
+    planned = {
+        kinds: replace(tables.planned(kinds), measured=cost, held_out=held_out.get(kinds))
+        for kinds, cost in measured.items()
+    }
     return PlanChoice(budget, planned[best], list(planned.values()))
 
 

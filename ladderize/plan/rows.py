@@ -24,7 +24,6 @@ from ladderize.layout import Layout, fitting_ranks
 from ladderize.plan.hardware import DeviceSpec
 from ladderize.plan.passes import (
     CASES,
-    NO_ERRORS,
     WIDTHS,
     Errors,
     PassParts,
@@ -37,13 +36,9 @@ from ladderize.plan.passes import (
 )
 from ladderize.runtime.shards import cache_bytes, check_runnable, weight_bytes
 
-# predicted: from figures of other machines; calibrated: device and link were timed by `ladderize calibrate`
-Basis = Literal["predicted", "calibrated"]
 RowKind = Literal["layout", "bound", "exact"]  # exact: the dense model served in another way, which changes no result
 BOUNDS = {"parallel": predict_parallel, "no-comm": predict_silent}
-GIB, MIB = 2**30, 2**20
 SCATTER = 0.02  # of any one time: published runs of one program differ by this much
-TWO_SIGMA = 2  # of a 95 % band
 TOKEN_ID_BYTES = 36  # in a Python list: its slot there, and most often an object of its own
 # The end-to-end gain of a fused norm: "5-20%" by vLLM 0.32's docs (design/fusions). From faster_unfused_mib on,
 # decoding was up to 7.4 % slower by vLLM issue 44079 (8 H200, Qwen3-30B-A3B, batch 128), which the docs do not say.
@@ -81,7 +76,8 @@ class PlannedRow(Record):
     layout: str
     tp_size: int
     batch_size: int
-    basis: Basis
+    # predicted: from figures of other machines; calibrated: device and link were timed by `ladderize calibrate`
+    basis: Literal["predicted", "calibrated"]
     prefill_ms: float  # of a text of the batch; of replicas, in the one with the most texts
     decode_ms_per_token: float
     tokens_per_s: float  # new tokens of the whole batch over prefill and all decode steps
@@ -162,7 +158,7 @@ class _Variant(NamedTuple):
     serving: Serving  # the group and the batch; of replicas that with the most texts, which ends last
     only_if_faster: bool = False  # than the dense model on all ranks; else it is no row
 
-    def seconds(self, times: PassParts, errors: Errors = NO_ERRORS) -> float:
+    def seconds(self, times: PassParts, errors: Errors) -> float:
         """Return the time of a pass where its parts are off by these errors."""
         low, high = fused_gain(self.serving, times) if self.kind == "exact" else NO_GAIN
         gain = (low + high) / 2 + errors.gain * (high - low) / 4  # the band is two deviations on both sides
@@ -179,16 +175,13 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
     dense = Layout.dense(serving.config["num_hidden_layers"])
     timed = all(link.calibrated and not link.at(serving.ranks).derived for link in links)
     is_calibrated = device.calibrated and serving.engine.name == device.speeds and timed
-    variants = [
-        _Variant(name, "bound" if name in BOUNDS else "layout", layout, serving)
-        for name, layout in {"dense": dense, **layouts}.items()
-    ]
+    named = {"dense": dense, **layouts}
+    variants = [_Variant(name, "bound" if name in BOUNDS else "layout", named[name], serving) for name in named]
     rows: list[PlannedRow] = []
     dense_seconds: list[float] = []
     for variant in (*variants, *_exact_variants(serving, dense)):
         times = pass_parts(variant.serving, variant.layout.sync_tp_size)
-        prefill = [variant.seconds(times["prefill"], errors) for errors in CASES]
-        decode = [variant.seconds(times["decode"], errors) for errors in CASES]
+        prefill, decode = ([variant.seconds(times[name], errors) for errors in CASES] for name in passes)
         seconds = [first + passes["decode"] * step for first, step in zip(prefill, decode, strict=True)]
         dense_seconds = dense_seconds or seconds
         speedups = [before / after for before, after in zip(dense_seconds, seconds, strict=True)]
@@ -229,7 +222,7 @@ def relative_band(figures: Sequence[float], *, runs: int = 1) -> float:
     size = abs(figures[0])
     if not size or max(map(abs, deviations)) <= 1e-12 * size:
         return 0.0
-    return TWO_SIGMA * math.hypot(math.sqrt(runs) * SCATTER * size, *deviations) / size
+    return 2 * math.hypot(math.sqrt(runs) * SCATTER * size, *deviations) / size
 
 
 def _exact_variants(serving: Serving, dense: Layout) -> Iterator[_Variant]:
@@ -256,7 +249,7 @@ def _exact_variants(serving: Serving, dense: Layout) -> Iterator[_Variant]:
 def fused_gain(serving: Serving, times: PassParts) -> tuple[float, float]:
     """Return the 95 % band of the gain of a dense pass by fused norms, at most the time of waits and norms. Fused
     kernels write to each other's memory over NVLink; a link without a medium counts as one."""
-    size, device = times.message_bytes / MIB, serving.device
+    size, device = times.message_bytes / 2**20, serving.device
     over_nvlink = any(link.medium in (None, "nvlink") and link.is_within(serving.ranks) for link in serving.links)
     if size > device.fused_norm_mib.get(serving.ranks, 0) or not over_nvlink:
         return NO_GAIN
@@ -281,7 +274,7 @@ def memory_need(serving: Serving, layout: Layout) -> int:
 
 
 def fits(device: DeviceSpec, need: int) -> bool | None:
-    return None if device.memory_gib is None else need <= device.memory_gib * GIB
+    return None if device.memory_gib is None else need <= device.memory_gib * 2**30
 
 
 @cache

@@ -71,8 +71,7 @@ def _line(row: PlannedRow) -> dict[str, str]:
 
 def _digits(value: float) -> str:
     """Return a number with three digits, more than a prediction has."""
-    digits = sum(0 < value < bound for bound in (1, 10, 100))
-    return f"{value:.{digits}f}"
+    return f"{value:.{sum(0 < value < bound for bound in (1, 10, 100))}f}"
 
 
 def _show_choice(choice: PlanChoice, row: PlannedRow, console: Console) -> None:
