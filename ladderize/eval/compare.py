@@ -102,18 +102,19 @@ def finite_number(value: Any) -> float | None:
 
 def check_same_questions(reference: AnsweredModel, other: AnsweredModel, task: str) -> None:
     """Raise UserError unless both answered the same documents of a task, with the same prompts and settings."""
-    models, settings = (reference, other), []
-    for model in models:
+    settings = []
+    for model in (reference, other):
         config = model.harness.configs.get(task, {})
-        asked = {key: config.get(key) for key in ("output_type", "generation_kwargs", "repeats")}
-        settings.append({**asked, "version": model.harness.versions.get(task), "filters": sorted(model.answers[task])})
+        stated = {key: config.get(key) for key in ("output_type", "generation_kwargs", "repeats")}
+        settings.append({**stated, "version": model.harness.versions.get(task), "filters": sorted(model.answers[task])})
     for name, value in settings[0].items():
         if value != settings[1][name]:
             shown = f"{str(value)[:40]} in {reference.where}, {str(settings[1][name])[:40]} in {other.where}"
             raise UserError(f"not the same {name} of {task}: {shown}; {ADVICE}")
     for name, answers in reference.answers[task].items():
-        questions = [{(doc, hashes) for doc, (hashes, _) in model.answers[task][name].items()} for model in models]
-        changed = {doc for doc, _ in questions[0] ^ questions[1]}
+        asked = {(doc, hashes) for doc, (hashes, _) in answers.items()}
+        also_asked = {(doc, hashes) for doc, (hashes, _) in other.answers[task][name].items()}
+        changed = {doc for doc, _ in asked ^ also_asked}
         if changed:
             raise UserError(
                 f"not the same questions of {task}: documents, targets or prompts of {len(changed):,} of"

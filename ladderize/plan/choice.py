@@ -151,11 +151,9 @@ def choose_layout(
             f" windows; the least increase is {min(costs.values()):.4f} nats, so give a larger budget, or a larger"
             " --verify"
         )
-    planned = {
-        kinds: replace(tables.planned(kinds), measured=cost, held_out=held_out.get(kinds))
-        for kinds, cost in measured.items()
-    }
-    return PlanChoice(budget, planned[best], list(planned.values()))
+    tried = {kinds: replace(tables.planned(kinds), measured=cost) for kinds, cost in measured.items()}
+    tried |= {kinds: replace(tried[kinds], held_out=cost) for kinds, cost in held_out.items()}
+    return PlanChoice(budget, tried[best], list(tried.values()))
 
 
 def _next_layout(

@@ -54,8 +54,7 @@ class LayoutMeasurer:
         """Return the cost of a layout; ``held_out``: on the windows that nothing was chosen by."""
         increase = self._nlls(layout, held_out) - self._nlls(Layout.dense(self.blocks.num_layers), held_out)
         increase /= self.windows[held_out].shape[1] - 1
-        stderr = increase.std(ddof=1) / math.sqrt(len(increase))
-        return LayoutCost(float(increase.mean()), float(stderr), len(increase))
+        return LayoutCost(float(increase.mean()), float(increase.std(ddof=1) / math.sqrt(len(increase))), len(increase))
 
     def _nlls(self, layout: Layout, held_out: bool) -> np.ndarray:
         keys = {False: f"{layout}", True: f"{layout}, held out"}

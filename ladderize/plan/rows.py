@@ -181,7 +181,8 @@ def planned_rows(serving: Serving, layouts: Mapping[str, Layout]) -> list[Planne
     dense_seconds: list[float] = []
     for variant in (*variants, *_exact_variants(serving, dense)):
         times = pass_parts(variant.serving, variant.layout.sync_tp_size)
-        prefill, decode = ([variant.seconds(times[name], errors) for errors in CASES] for name in passes)
+        prefill = [variant.seconds(times["prefill"], errors) for errors in CASES]
+        decode = [variant.seconds(times["decode"], errors) for errors in CASES]
         seconds = [first + passes["decode"] * step for first, step in zip(prefill, decode, strict=True)]
         dense_seconds = dense_seconds or seconds
         speedups = [before / after for before, after in zip(dense_seconds, seconds, strict=True)]

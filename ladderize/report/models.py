@@ -127,6 +127,10 @@ class ReportModel:
         return self.layout, self.conversion
 
     @property
+    def is_faster(self) -> bool:
+        return any(timing.is_faster for timing in self.timings.values())
+
+    @property
     def family(self) -> str:
         """The kind of its layout, of ``plots.FAMILIES``."""
         if self.is_baseline:

@@ -250,7 +250,7 @@ def _nearest(others: list[ReportModel]) -> ReportModel | None:
     """Return the layout nearest to dense by the divergence, else the perplexity, else the tasks, of those that are
     shown to be faster, where there are any."""
     converted = [model for model in others if model.family != "dense"]
-    faster = [model for model in converted if any(timing.is_faster for timing in model.timings.values())]
+    faster = [model for model in converted if model.is_faster]
     for name, sign in (("divergence", 1), ("perplexity_growth", 1), ("difference", -1)):
         measured = [model for model in faster or converted if getattr(model, name) is not None]
         if measured:
