@@ -16,6 +16,7 @@ from ladderize.adapt.layers.sensitivity import LayerwiseScores, LayoutScores, wr
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import read_windows
 from ladderize.checkpoint.opening import open_checkpoint
+from ladderize.console import SILENT
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import layer_changes, read_sensitivity
 from ladderize.errors import UserError
@@ -160,7 +161,7 @@ def points(model, ids, tmp_path_factory):
 
 def aligned_measurer(model, points, folder):
     options = PlanOptions(model=str(model), hardware="h100-sxm", tp_sizes=(4,))
-    return LayoutMeasurer(options, read_sensitivity(points), kept_beside=folder / "plan.json")
+    return LayoutMeasurer(options, read_sensitivity(points), folder / "plan.json", SILENT)
 
 
 def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monkeypatch):
@@ -175,7 +176,7 @@ def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monke
     monkeypatch.setattr(LayerwiseScores, "__call__", noted)
     measurer = aligned_measurer(model, points, tmp_path)
     measured = measurer.measure(layout, False)
-    assert str(layout) in measurer.tables[True]  # aligned once, scored on all windows
+    assert f"{layout}, held out" in measurer.nlls  # aligned once, scored on all windows
     others = {window.tobytes() for window in measurer.scorer.windows.all.numpy()}
     assert not others & {w.tobytes() for windows in measurer.windows.values() for w in windows}
     held_out = measurer.measure(layout, True)
