@@ -27,7 +27,7 @@ SEED = "LADDERIZE_TEST_SEED"
 # takes them in this order).
 LONG_FILES = [
     "demo", "domino_gradients", "align_command", "eval", "report_browser", "generate_file", "tensor_parallel",
-    "eval_ranks", "docs", "report", "python_docs", "promotion", "generate", "examples", "api",
+    "eval_ranks", "docs", "report", "promotion", "generate", "examples", "api",
     "aligned_sensitivity", "spd", "runtime", "sweep_keys", "sweep_killed", "sweep", "sweep_file",
     "bench", "bench_training", "calibrate", "plan", "plan_choice", "planning_model", "model",
     "distill", "house", "compare", "paired",

@@ -20,10 +20,8 @@ from ladderize.runtime.bench import plan as bench_plan
 from ladderize.runtime.bench.document import BenchDocument, environment
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives, Handle
-from ladderize.runtime.collectives.differentiable import Unadded
 from ladderize.runtime.collectives.emulated import Emulated
 from ladderize.runtime.decode import Generator
-from ladderize.runtime.operations import Operations
 from ladderize.vllm.bench import served_models
 from tests.groups import ALONE, report_and_die, report_once
 from tests.helpers import (
@@ -121,16 +119,6 @@ def test_two_real_ranks_on_checkpoints(tmp_path):
                 assert row["communication"][phase]["bytes"] == reduces * tokens * hidden * 2
 
 
-def test_random_weights_emulated_with_more_virtual_ranks(shape):
-    layouts = "--layout dense,ladder=1:3,spd+ladder --sync-tp-size 4 --num-layers 3"
-    outcome = bench("--random-weights", shape, text=f"{layouts} --emulate-tp 2 --link 10,1")
-    assert outcome.stdout.startswith("EMULATED: rank 0 of 2")
-    assert "was measured at" not in outcome.stderr
-    outcome = bench("--random-weights", shape, text="--emulate-tp 4 --link nccl_pcie --repeat 1 --layout dense,ladder")
-    assert "extrapolated beyond the sizes that nccl_pcie was measured at" in outcome.stderr
-    assert not re.search(r"\d-\d", outcome.stdout.split("speed-up: over")[0])  # one round gives no interval
-
-
 def test_a_domino_prefill_is_checked_and_counted(checked_model):
     """By both schedules in one run; one row is cut along its tokens, three are dealt out."""
     text = "--schedules domino,sequential --baselines no-comm --prompt-len 9 --output-len 3 --batch-size 1,3"
@@ -221,11 +209,6 @@ def test_a_wrong_model_is_not_timed(checked_model, tmp_path, monkeypatch, fault,
     assert not (tmp_path / "bench.json").exists()
 
 
-def test_without_the_check_results_say_so(checked_model, monkeypatch):
-    monkeypatch.setattr(reference_check, "compute_reference", lambda *given: pytest.fail("--no-check asks for none"))
-    assert "Not checked against a reference" in bench(checked_model, "--no-check").stdout
-
-
 def test_the_tolerance_is_of_this_very_model(tmp_path):
     """Where rounding in bfloat16 takes transformers itself far off, by weights that are so large, it may take the
     runtime as far, and no further."""
@@ -295,23 +278,6 @@ def test_no_key_of_the_environment_is_kept(monkeypatch):
     settings = environment(ALONE, settings=("VLLM_",)).settings
     assert "VLLM_CPU_KVCACHE_SPACE" in settings
     assert "VLLM_API_KEY" not in settings
-
-
-def test_the_parallel_baseline_leaves_sums_to_the_norm_as_its_rivals_do():
-    """A GPU's norm adds the sum before it in one kernel. A baseline without that would be slower than need be."""
-    model = spec.checkpoint_spec(str(MODEL), tp_size=1, dtype="float32")
-    weights = spec.WeightCache(ALONE.device, pack=True)
-    how = {"model_class": inference.ParallelLlama}
-    generator = spec.open_generator(model, Collectives(), weights, ALONE, 2, 8, **how)
-    ids, waits = torch.randint(1, 100, (2, 8)), []
-    with torch.inference_mode():
-        expected = generator.read(ids)
-        generator.model.operations = Operations()
-        generator.model.operations.adds_in_norm = True
-        arrived = generator.model.arrived
-        generator.model.arrived = lambda sent: waits.append(arrived(sent)) or waits[-1]
-        torch.testing.assert_close(generator.read(ids), expected, atol=2e-4, rtol=2e-4)
-    assert all(isinstance(x, Unadded) for _, x in waits[1:])  # the first is the embedding's
 
 
 def test_a_checkpoint_is_linked_to_for_vllm_and_not_copied(llama, tmp_path):

@@ -7,8 +7,7 @@ import torch
 
 from ladderize.errors import UsageError
 from ladderize.runtime import launch as distributed
-from ladderize.runtime.bench import report, rounds
-from ladderize.runtime.bench.document import PhaseCommunication
+from ladderize.runtime.bench import rounds
 from ladderize.runtime.bench.trace import Flight, cpu_flights, flights_of, gpu_flights, overlap_of
 from ladderize.runtime.collectives.emulated import Emulated, emulate
 from ladderize.runtime.collectives.links import Link, known_interconnects, read_interconnect
@@ -138,12 +137,3 @@ def test_an_interval_holds_its_speed_up():
     found = rounds.timed_figures(seconds, reference, {"prefill": 1, "decode": 1}, "end_to_end")
     low, high = found["speedup_interval"]["end_to_end"]
     assert low < found["speedup"]["end_to_end"] == 2 <= high
-
-
-def test_no_waiting_time_is_negative_or_clipped():
-    for exposed, interval, waited in (
-        (3.0, [2.0, 4.0], "3.000"),
-        (-0.5, [-1.0, 2.0], "<2.000"),  # the rounds do not tell it from nothing
-        (-229.0, [-300.0, -100.0], "?"),
-    ):
-        assert report.waited_text(PhaseCommunication(4, 64, 20.0, 5.0, exposed, interval)) == waited

@@ -12,8 +12,8 @@ from statsmodels.stats.contingency_tables import mcnemar
 import ladderize
 from ladderize import UserError
 from ladderize.eval.results import Predictions
-from tests.evaluations import Written
-from tests.helpers import change_json, invoke, invoke_well, one_sentence
+from tests.helpers import change_json, invoke, one_sentence
+from tests.report_documents import Written
 
 
 def coins(count: int, right: float) -> list[float]:
@@ -207,20 +207,3 @@ def test_broken_files_are_one_sentence(pair, change, message):
     dense, other = (written.write() for written in pair)
     change(other)
     assert message in one_sentence(invoke("compare", dense, other))
-
-
-@pytest.mark.parametrize(
-    ("right", "lost", "words"),
-    [
-        (25, 0, "At most 1 point worse over the task: not shown"),
-        (200, 0, "At most 1 point worse over the task: shown"),
-        (200, 100, "More than 1 point worse over the task: shown"),
-    ],
-)
-def test_the_words_claim_what_the_interval_shows(tmp_path, right, lost, words):
-    """Equal models with few and many samples, and a bad one; of twice ``right`` answers."""
-    answers = [[0.0] * missed + [1.0] * (right - missed) + [0.0] * right for missed in (0, lost)]
-    files = [Written(tmp_path, f"m{n}").task("t", {"acc": given}).write() for n, given in enumerate(answers)]
-    assert words in invoke_well("compare", *files).stdout
-    printed = json.loads(invoke("compare", *files, "--json").stdout)
-    assert len(printed["comparisons"]) == 1

@@ -32,10 +32,6 @@ from tests.helpers import (
 )
 
 LADDER = Recipe(ladder="2:")
-LLAMA_3_ROPE = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}  # fmt: skip
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
@@ -134,17 +130,6 @@ def test_mixed_dtypes_stay_aligned(tmp_path):
     assert all(info.start % 4 == 0 for name, info in infos.items() if name != odd)
     written = all_tensors(tmp_path / "out")
     assert all(torch.equal(written[name], value) for name, value in tensors.items())
-
-
-def test_a_config_in_the_style_of_transformers_4(llama, tmp_path):
-    """rope_theta, rope_scaling and torch_dtype at the top level, as all published Llama 3 checkpoints have them."""
-    config = json.loads((llama / "config.json").read_text())
-    config.pop("rope_parameters", None)
-    config |= {"rope_theta": 500000.0, "torch_dtype": config.pop("dtype"), "rope_scaling": LLAMA_3_ROPE}
-    (llama / "config.json").write_text(json.dumps(config))
-    convert_checkpoint(llama, tmp_path / "out", LADDER)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"] == LLAMA_3_ROPE
-    assert load(tmp_path / "out").config.rope_parameters["rope_theta"] == 500000.0
 
 
 def test_the_authors_format(llama, tmp_path):

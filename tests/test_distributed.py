@@ -41,21 +41,6 @@ def test_values_come_back_from_rank_0(of_two):
     assert of_two["values"] == [0, 2, [0, 1], 5, max(1, len(cores()) // 2)]
 
 
-@pytest.mark.parametrize("more_than_a_share", [False, True])
-def test_ranks_that_are_started_keep_to_cores_of_their_own(more_than_a_share):
-    before, ranks = cores(), 2
-    share = len(before) // ranks
-    threads = share + 1 if more_than_a_share else None
-    found = distributed.run(groups.cores_of_all, tp_size=ranks, device="cpu", threads=threads)
-    if share == 0 or more_than_a_share:
-        assert found == [before] * ranks
-    else:
-        assert [len(own) for own in found] == [share] * ranks
-        assert len(set().union(*found)) == share * ranks
-        assert set().union(*found) <= before
-    assert cores() == before
-
-
 def test_an_exception_of_any_rank_is_one_sentence_and_with_debug_a_traceback(monkeypatch, capfd):
     monkeypatch.setenv(DEBUG, "")
     with pytest.raises(UserError, match="rank 0 failed: unexpected error: ValueError: this rank has had enough"):

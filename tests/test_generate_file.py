@@ -205,12 +205,6 @@ def with_template(model, template, folder):
     return folder
 
 
-def test_a_template_sees_the_day_that_training_shows_it(model, tmp_path):
-    folder = with_template(model, "{{ raise_exception(date_string) }}", tmp_path / "m")
-    prompts = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
-    assert "(26 Jul 2024)" in refusal(*command(folder, prompts, tmp_path / "out.jsonl"))
-
-
 @pytest.mark.parametrize("template", [PLAIN, R1], ids=["plain", "drops thoughts"])
 def test_training_reads_the_ids_of_the_answers(model, prompts, tmp_path, template):
     """Of what the model was asked and what it wrote, which alone is scored; the template may give back neither."""
@@ -284,14 +278,6 @@ def test_a_line_is_ids_from_bos_to_eos(source, tmp_path):
         assert ENDS.isdisjoint(between)
         assert line["finish_reason"] == ("stop" if last in ENDS else "length")
         assert last in ENDS or len(between) == LENGTH - 1
-
-
-def test_text_is_the_ids_without_special_tokens(tmp_path):
-    write(MODEL, tmp_path / "self.jsonl", 6, max_new_tokens=200)
-    tokenizer = load_tokenizer(MODEL)
-    for line in rows_of(tmp_path / "self.jsonl"):
-        assert list(line) == ["text", "input_ids", "finish_reason"]
-        assert line["text"] == tokenizer.decode(line["input_ids"], skip_special_tokens=True)
 
 
 def lines_of(out):

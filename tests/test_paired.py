@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 
 from ladderize.eval import compare as comparing
-from ladderize.eval.compare import bootstrapped, estimate_mean, mcnemar_p, verdict_of
+from ladderize.eval.compare import bootstrapped, estimate_mean, verdict_of
 from tests.helpers import fresh_rng
 
 REPEATS = 400  # simulated evaluations for a coverage
@@ -68,13 +68,6 @@ def test_tasks_are_resampled_within_and_weigh_alike():
     assert stderr == pytest.approx(formula, rel=0.15)
     assert high - low == pytest.approx(2 * 1.96 * formula, rel=0.2)
     assert (low, high, stderr) == estimate_mean(tasks)  # seeded
-
-
-def test_mcnemar_is_the_sum_of_binomial_chances():
-    for lost, gained in ((0, 0), (0, 5), (7, 2), (40, 41)):
-        flips = lost + gained
-        tail = sum(math.comb(flips, count) for count in range(min(lost, gained) + 1)) / 2**flips
-        assert mcnemar_p(lost, gained) == pytest.approx(min(1.0, 2 * tail))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ladderize.demo.command import MODEL
 from ladderize.demo.corpus import documents
 from ladderize.files.documents import parse_yaml
 from tests import warm
-from tests.helpers import epochs, invoke, listing, one_sentence, refusal
+from tests.helpers import epochs, invoke, listing, one_sentence
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +123,3 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
     assert "out" in one_sentence(
         run(tmp_path / "out", text, *quarter, "--seq-len", 32)
     )  # another run does not replace it
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--spd-fraction", "1.5"], "--spd-fraction must be above 0 and at most 1"),
-    ],
-)
-def test_what_is_refused(tmp_path, text, options, message):
-    arguments = ["--sync-tp-size", 4, "--data", text, "--seq-len", 64]
-    assert message in refusal("spd", MODEL, tmp_path / "out", *arguments, *options, code=2)
-    assert listing(tmp_path) == []

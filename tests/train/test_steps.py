@@ -29,7 +29,6 @@ from tests.helpers import (
     changed_tensors,
     invoke,
     invoke_well,
-    listing,
     record_bars,
 )
 from tests.train.commands import LENGTH, adapt, losses_of, perplexity_of, refused, stopped_before_the_end, succeed
@@ -123,6 +122,7 @@ def test_only_what_is_named_is_trained(place, tmp_path):
         assert set(document["layers"]) == {int(name.split(".")[2]) for name in changed if ".layers." in name}
         assert "embed" not in str(changed) or train == "all"
         ladderize.load(out)
+    assert "is dense and has no converted layers to train" in refused(place, tmp_path / "out", model="dense")
 
 
 def test_bfloat16(place, tmp_path):
@@ -250,9 +250,3 @@ def test_a_control_learns_the_text_and_is_a_plain_llama(place, tmp_path):
     # a dense model that was trained further may be converted like any other
     converted = invoke_well("convert", out, tmp_path / "ladder", "--ladder", "all", "--no-verify")
     assert "were retrained" not in converted.stderr
-
-
-def test_a_dense_model_has_nothing_converted_to_train(place, tmp_path):
-    said = refused(place, tmp_path / "out", model="dense")
-    assert "is dense and has no converted layers to train" in said
-    assert listing(tmp_path) == []
