@@ -30,7 +30,7 @@ LONG_FILES = [
     "eval_ranks", "docs", "report", "promotion", "generate", "examples", "api",
     "aligned_sensitivity", "spd", "runtime", "sweep_keys", "sweep_killed", "sweep", "sweep_file",
     "bench", "bench_training", "calibrate", "plan", "plan_choice", "planning_model", "model",
-    "distill", "house", "compare", "paired",
+    "distill", "house", "compare",
 ]  # fmt: skip
 
 

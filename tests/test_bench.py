@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import shutil
 
 import numpy as np
@@ -93,7 +92,7 @@ def test_two_real_ranks_on_checkpoints(tmp_path):
         invoke_well("convert", models[0], out, "--no-verify", *layout.split())
     out = tmp_path / "bench.json"
     text = "--tp-size 2 --batch-size 1,2 --baselines parallel,no-comm"
-    assert "both" in bench(*models, "--out", out, "--profile", tmp_path / "traces", text=text).stdout
+    bench(*models, "--out", out, "--profile", tmp_path / "traces", text=text)
     document = json.loads(out.read_text())
     assert_there_and_back(BenchDocument, document)
     assert document["link"] is None
@@ -240,7 +239,6 @@ def test_the_models_that_pass_are_timed(checked_model, tmp_path, monkeypatch):
     assert set(document["checks"]) == {str(tmp_path / "b")}
     assert [row["model"] for row in document["rows"]] == [str(tmp_path / "b")]
     assert document["rows"][0]["speedup"]["decode"] == 1
-    assert len(re.findall(r"^a +failed", outcome.stdout, re.MULTILINE)) == 2
 
 
 def test_results_are_written_before_traces_are_made(tmp_path, shape, monkeypatch):
@@ -259,7 +257,6 @@ def test_results_are_written_before_traces_are_made(tmp_path, shape, monkeypatch
     assert document == seen[0]
     assert document["complete"] is False
     assert [(row["model"], row["batch_size"]) for row in document["rows"]] == [("dense", 1), ("ladder", 1)]
-    assert "UNFINISHED" in outcome.stdout
 
 
 def test_what_a_rank_reports_is_heard_before_it_dies():

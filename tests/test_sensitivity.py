@@ -78,12 +78,8 @@ def test_intervals_come_from_windows():
 def test_the_command(llama, ids, tmp_path):
     out = tmp_path / "s.json"
     command = ["sensitivity", llama, "--sync-tp-size", 4, "--data", ids, "--samples", 13, "--out", out]
-    shown = invoke_well(*command)
-    assert shown.stdout.splitlines()[0].split() == ["layer", "ladder", "delayed", "spd", "spd+ladder"]
+    invoke_well(*command)
     document = json.loads(out.read_text())
-    least = min((cost for cost in document["costs"] if cost["kind"] == "spd"), key=lambda cost: cost["sensitivity"])
-    assert f"least sensitive first, spd: {least['layer']}, " in shown.stdout
-    assert not any(line.startswith("measured: ") for line in shown.stdout.splitlines())  # every kind was
     assert document["data"]["samples"] == 12
     assert read_sensitivity(out).to_dict() == {key: document[key] for key in read_sensitivity(out).to_dict()}
     assert "is there already; name another file, or pass --overwrite" in refusal(*command)

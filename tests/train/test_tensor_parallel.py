@@ -229,7 +229,7 @@ def ranks_of(pid: int) -> list[int]:
         return []
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(place, tmp_path, capfd):
+def test_sigterm_saves_and_the_same_command_goes_on(place, tmp_path):
     warm.warm_python().preload("accelerate", "datasets", "peft")
     out, work = tmp_path / "out", tmp_path / "out.ladderize-work"
     more = (*CLIPPED, "--tp-size", 2, "--schedule", "domino")
@@ -249,7 +249,6 @@ def test_sigterm_saves_and_the_same_command_goes_on(place, tmp_path, capfd):
     assert len(made) == int(found[1])
     outcome = invoke_well(*arguments(place, out, *more, "--json", steps=len(made) + 3))
     assert json.loads(outcome.stdout).items() <= json.loads((out / "adaptation.json").read_text()).items()
-    assert "2 for each copy of the model, schedule domino" in capfd.readouterr().err  # said by a rank
     assert losses_of(out)[:-3] == made
     assert len(losses_of(out)) == len(made) + 3
 
