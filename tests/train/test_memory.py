@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ladderize.adapt.options import AdaptOptions
 from ladderize.adapt.train import run
 from ladderize.adapt.train.loop import Loop
-from ladderize.adapt.train.task import OTHER_BYTES, estimate
+from ladderize.adapt.train.task import OTHER_BYTES, Launch, estimate, open_task
 from ladderize.console import SILENT
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
@@ -78,32 +78,23 @@ def state_of(model, teacher):
 
 
 def peak_and_estimate(options):
-    found, teachers = [], [None]
+    """Of the second step; the first makes the optimizer's moments."""
+    peaks, models = [], []
 
     def step(self, *given, original=Loop.step):
-        if self.progress.step != 1:
-            return original(self, *given)
-        with Peak(state_of(self.model, self.model.teacher and teachers[-1])) as peak:
+        with Peak(state_of(self.model, self.model.teacher and models[-1])) as peak:
             metrics = original(self, *given)
-        found.append(peak.peak)
+        peaks.append(peak.peak)
         return metrics
 
-    def made(task, *given, original=run.make_model):
-        found.append(estimate(task)["memory_bytes"] - OTHER_BYTES)
-        return original(task, *given)
-
     def taught(*given, original=run.make_teacher):
-        teachers.append(original(*given))
-        return teachers[-1]
+        models.append(original(*given))
+        return models[-1]
 
-    with (
-        mock.patch.object(Loop, "step", step),
-        mock.patch.object(run, "make_model", made),
-        mock.patch.object(run, "make_teacher", taught),
-    ):
+    expected = estimate(open_task(options, Launch()))["memory_bytes"] - OTHER_BYTES
+    with mock.patch.object(Loop, "step", step), mock.patch.object(run, "make_teacher", taught):
         run.retrain(CPU, options, SILENT)
-    expected, peak = found
-    return peak, expected
+    return peaks[1], expected
 
 
 @pytest.mark.parametrize(
