@@ -135,14 +135,6 @@ def test_times_of_random_weights_are_never_joined_to_an_accuracy(files):
     assert "Random weights: only the times mean something." in next(p for p in page.plots if p.name == "speed").caption
 
 
-def test_without_a_score_or_a_converted_model_nothing_is_known(tmp_path):
-    text, _ = answer_of(write_files(tmp_path, points=None))
-    assert text.startswith("The accuracy was not measured")
-    page = page_of(write_files(tmp_path, points={}, speedups={}, models={"dense": layouts()["dense"]}))
-    assert page.answer.headline.startswith("The accuracy was not measured")
-    assert "The trade-off" not in page.sections
-
-
 def test_each_accuracy_is_over_the_tasks_of_its_difference(tmp_path):
     """Dense's over its own tasks. What the others have in common with it may be less, and is said."""
     right = {(name, task): fresh_rng().random(90) < 0.6 for name in ("dense", "ladder", "spd") for task in ("a", "b")}
