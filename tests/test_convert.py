@@ -60,9 +60,6 @@ def test_weights_are_linked_and_verified(tmp_path, shards):
     assert config["attention_sync"] == ["blocking", "dropped", "overlapped", "overlapped"]
     assert config["mlp_sync"] == ["blocking", "overlapped", "overlapped", "blocking"]
     assert config["sync_tp_size"] == 2
-    ours = {"model_type", "architectures", "auto_map", "attention_sync", "mlp_sync", "sync_tp_size"}
-    kept = {key: value for key, value in json.loads((source / "config.json").read_text()).items() if key not in ours}
-    assert {key: value for key, value in config.items() if key not in ours} == kept
 
 
 @pytest.mark.parametrize(
