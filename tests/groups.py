@@ -9,7 +9,6 @@ from itertools import chain
 
 import torch
 
-from ladderize.ranks.device import cores
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.messages import Observed, Recording
 from ladderize.runtime.bench.trace import traced_events
@@ -166,10 +165,6 @@ def in_turn(group, calls):
 def values(group, factor):
     told = group.gather(group.rank), group.broadcast(group.rank + 5)
     return [group.rank * factor, group.size, *told, torch.get_num_threads()]
-
-
-def cores_of_all(group):
-    return group.gather(cores())
 
 
 def traced_swaps(group, folder, times):

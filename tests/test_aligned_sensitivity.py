@@ -186,12 +186,3 @@ def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monke
     assert np.array_equal(measurer.windows[True], windows[SCORED + ALIGNED + HELD_OUT :][:SCORED])
     nats = by_commands(model, layout, windows, windows[:SCORED], tmp_path / "made", monkeypatch)
     assert measured.nats == pytest.approx(nats - read_sensitivity(points).dense_nll, abs=1e-5)
-
-
-def test_plan_names_the_step(model, points, tmp_path):
-    hardware = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", 4, "--prompt-len", 8, "--output-len", 4)
-    choice = ("--max-ppl-increase", "900%", "--sensitivity", points, "--verify", 2)
-    outcome = invoke_well("plan", model, *hardware, *choice, "--out", tmp_path / "plan.json")
-    assert f"--method align --distill-from {model} " in outcome.stdout
-    aligned = {"samples": ALIGNED, "heldout": HELD_OUT, "seq_len": TOKENS}
-    assert json.loads((tmp_path / "plan.json").read_text())["choice"]["aligned"] == aligned

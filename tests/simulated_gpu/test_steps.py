@@ -1,5 +1,5 @@
-"""How often the host waits for the simulated GPU: once in a step of retraining, to judge it before it is applied, and
-not once more for each batch of an alignment."""
+"""Training on the simulated GPU: gradients are those of the host, which waits once in a step of retraining, to judge it
+before it is applied, and not once more for each batch of an alignment."""
 
 import contextlib
 from types import SimpleNamespace
@@ -22,15 +22,18 @@ from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import SILENT
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.training import outcome_of, step_opener
 from ladderize.runtime.loader import CheckpointSource
+from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
-from ladderize.runtime.training.batch import ANSWERS, LIKELIEST
+from ladderize.runtime.spec import checkpoint_spec
+from ladderize.runtime.training.batch import ANSWERS, LIKELIEST, Batch
 from ladderize.runtime.training.model import TPTraining
 from ladderize.runtime.training.weights import build_weights
 from tests.adapt_data.rows import packed
 from tests.helpers import SHAPE, fresh_rng, random_ids
 from tests.simulated_gpu.device import DEVICE, SimulatedGpu
-from tests.simulated_gpu.groups import LAYERS, RANKS, Alike, AlikeRanks, collectives, seed
+from tests.simulated_gpu.groups import LAYERS, LAYOUTS, RANKS, Alike, AlikeRanks, collectives, seed
 
 HOST = torch.device("cpu")
 OPTIONS = SimpleNamespace(max_grad_norm=1e-3, seed=3, objective=Objective(0.4))
@@ -156,3 +159,21 @@ def test_align_waits_for_no_batch(folders, tmp_path, monkeypatch):
     whole = waits(tmp_path / "whole")
     monkeypatch.setattr("ladderize.adapt.layers.align.TOKENS_AT_ONCE", 1)
     assert waits(tmp_path / "one by one") == whole
+
+
+def outcome(folder, device, schedule, backend):
+    spec, group = checkpoint_spec(str(folder), tp_size=RANKS), Ranks(0, 1, device)
+    batch = Batch.random(spec.config["vocab_size"], 3, 7, 0, device)
+    return outcome_of(step_opener(group, RANKS)(spec, schedule, backend, batch))
+
+
+@pytest.mark.parametrize("schedule", [SEQUENTIAL, Schedule("domino", 3)], ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients(folders, name, schedule):
+    expected = outcome(folders[name], HOST, SEQUENTIAL, Alike(RANKS))
+    with SimulatedGpu(seed(), RANKS) as gpu:
+        found = outcome(folders[name], DEVICE, schedule, collectives("nccl", gpu))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-4)
+        for key, gradient in expected.gradients.items():
+            own = found.gradients[key].cpu()
+            assert (own - gradient).norm() <= 1e-3 * gradient.norm().clamp_min(1e-3 * expected.norm), key
