@@ -1,5 +1,6 @@
 """Alignment: the least-squares solution against a slow one, what is chosen, what is kept, and dtypes."""
 
+from itertools import takewhile
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -94,6 +95,11 @@ def clear_windows(models, layers=None):
 
 def apart(one, other):
     return max((float((one[name] - other[name]).norm() / other[name].norm()) for name in other), default=0.0)
+
+
+def solutions(solved):
+    found = ((report.layer, entry) for report in solved.reports for entry in report.projections)
+    return [(f"model.layers.{layer}.{entry.projection}.weight", entry.ridge is not None) for layer, entry in found]
 
 
 def loaded(folder, layout, weights):
@@ -236,6 +242,28 @@ def test_the_divergence_is_of_the_models_own_norms_and_heads(tmp_path):
     _, found = heldout_measures(contenders, ids, ALONE)
     dense, model = (loaded(folder, opened[str(folder)].layout, all_tensors(folder)) for folder in models)
     assert found[str(models[1])] == pytest.approx(divergence(dense, model, ids[:, :-1]), rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_are_rounded_once(tmp_path, stored, dtype):
+    """Computing in bfloat16 does not make bfloat16 of weights that are stored wider; what is kept stays to the bit."""
+    models = pair(tmp_path, "ladder last half", dtype=stored)
+    ids = random_ids(40, 12)
+    solved = solve(models, tmp_path / "work", ids, dtype=dtype)
+    before = all_tensors(models[1])
+    written = {name for name, kept in solutions(solved) if kept}
+    assert len(written) > 2  # of up to 14; how many help is a matter of the draw
+    assert {name for name in before if not torch.equal(before[name], solved.weights[name])} == written
+    assert all(solved.weights[name].dtype == stored for name in before)
+    new = (solved.weights[name] for name in written)
+    narrow = [weight for weight in new if torch.equal(weight.bfloat16().float(), weight.float())]
+    assert bool(narrow) == (stored == torch.bfloat16)
+    exact = solve(models, tmp_path / "exact", ids)
+    # only up to where a solution is kept in one dtype and not in the other: what comes after reads another stream
+    alike = list(takewhile(lambda pair: pair[0] == pair[1], zip(solutions(solved), solutions(exact), strict=True)))
+    one, other = ({name: of.weights[name].float() for (name, _), _ in alike} for of in (solved, exact))
+    assert apart(one, other) < (0.1 if torch.bfloat16 in (stored, dtype) else 1e-7)
 
 
 WEIGHTS = "the error of {} in layer 3 is NaN or infinite; check the model's weights, or compute in float32"

@@ -402,3 +402,15 @@ def test_the_greedy_answer_is_known():
     other = [*greedy[:3], (greedy[3] + 1) % SHAPE["vocab_size"]]
     answers = lm._loglikelihood_tokens([(("", ""), context[0].tolist(), one) for one in (greedy, other, greedy[:1])])
     assert [same for _, same in answers] == [True, False, True]
+
+
+def test_the_standard_error_covers_the_truth():
+    """Windows drawn from the model itself: across resamples, the stated error is about the spread of the perplexity."""
+    model = make_model("dense", seed=3)
+    torch.manual_seed(0)
+    ids = model.generate(torch.full((640, 1), 5), max_new_tokens=11, do_sample=True, top_k=0).numpy()
+    results = [model_perplexity(model, list(ids[i::40])) for i in range(40)]
+    spread = np.std([result.perplexity for result in results], ddof=1)
+    stated = np.mean([result.stderr for result in results])
+    assert 0.5 < stated / spread < 2
+    assert model_perplexity(model, list(ids[:1])).stderr is None

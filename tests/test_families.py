@@ -1,6 +1,7 @@
 """Families of models: their descriptions against transformers' own classes."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -143,6 +144,17 @@ def test_commands_that_train(place, tmp_path):
             found, (expected, _) = model(ids).logits, Oracle(model.state_dict(), model.config)(ids)
         torch.testing.assert_close(found, expected, **TOLERANCE)
         assert not torch.equal(found, before(ids).logits)
+
+
+def test_commands_that_measure(place, tmp_path):
+    """The perplexity of a model as a whole, and layer by layer, is one number."""
+    data = ("--seq-len", 16)
+    table = tmp_path / "sensitivity.json"
+    invoke_well("sensitivity", place / "dense", "--data", place / "ids.npy", *data, "--sync-tp-size", 2, "--out", table)
+    more = ("--perplexity", place / "ids.npy", *data, "--dtype", "float32")
+    (model,) = invoke_json("eval", place / "dense", *more)["models"]
+    perplexity = model["ladderize"]["perplexity"]["perplexity"]
+    assert math.log(perplexity) == pytest.approx(json.loads(table.read_text())["dense_nll"], rel=1e-5)
 
 
 SLIDES = {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}
