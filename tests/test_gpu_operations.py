@@ -82,11 +82,10 @@ class Counted(TorchDispatchMode):
 
 def join(generator):
     """Give a model the weights that its loader makes for a GPU."""
-    for attention, mlp in generator.model.weights.layers:
-        for own, names in ((attention, ("qkv", "o")), (mlp, ("gate_up", "down"))):
-            for name in names:
-                if len(getattr(own, name)) > 1:
-                    setattr(own, name, JoinedLinears(getattr(own, name)))
+    for own in generator.model.weights.sublayers:
+        for name in ("column_parallel", "row_parallel"):
+            if len(getattr(own, name)) > 1:
+                setattr(own, name, JoinedLinears(getattr(own, name)))
 
 
 @pytest.mark.parametrize(

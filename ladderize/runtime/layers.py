@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ladderize.runtime.shards import Shape
+
 
 class Linear:
     """The product y = x W^T + b with an inference-only weight [out, in]; ``pack``: in oneDNN's blocked layout (CPU). A
@@ -78,15 +80,14 @@ class WideRMSNorm(RMSNorm):
 
 
 class HeadNorms:
-    """RMSNorm of each query and each key head before rope, in float32: x [..., own heads + own KV heads, head_dim]. The
-    weights ``query`` and ``key`` [head_dim] are in the order of the heads' rows (``loader.pair_rope_rows``)."""
+    """RMSNorm of each query and each key head of a rank before rope, in float32: x [..., heads + KV heads, head_dim].
+    The weights ``query`` and ``key`` [head_dim] are in the order of the heads' rows (``loader.pair_rope_rows``)."""
 
     __slots__ = ("eps", "heads", "key", "query", "weight")
 
-    def __init__(self, query: Tensor, key: Tensor, heads: int, kv_heads: int, eps: float) -> None:
-        self.query, self.key, self.heads = query, key, heads
-        self.weight = torch.cat((query.float().expand(heads, -1), key.float().expand(kv_heads, -1)))
-        self.eps = eps
+    def __init__(self, query: Tensor, key: Tensor, shape: Shape) -> None:
+        self.query, self.key, self.heads, self.eps = query, key, shape.own_heads, shape.eps
+        self.weight = torch.cat((query.float().expand(shape.own_heads, -1), key.float().expand(shape.own_kv_heads, -1)))
 
     def __call__(self, x: Tensor) -> Tensor:
         size = x.shape[-1]
@@ -105,33 +106,28 @@ class HeadNorms:
 @functools.cache
 def _packable() -> tuple[torch.dtype, ...]:
     """Return the dtypes that oneDNN multiplies natively here; emulated, packed products are slower than plain ones."""
-    mkldnn = torch.ops.mkldnn
-    names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
-    if not torch.backends.mkldnn.is_available() or not all(hasattr(mkldnn, name) for name in names):
+    if not torch.backends.mkldnn.is_available():
         return ()
-    return (torch.float32, torch.bfloat16) if mkldnn._is_mkldnn_bf16_supported() else (torch.float32,)
+    is_native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (torch.float32, torch.bfloat16) if is_native else (torch.float32,)
 
 
 @dataclass
-class AttentionWeights:
-    """One rank's part of a layer's attention; projections have an entry for each virtual rank computed apart. The bias
-    is o_proj's; ``head_norms`` are for the heads of one entry of ``qkv``."""
+class Sublayer:
+    """One rank's part of an attention or an MLP; projections have an entry for each virtual rank computed apart.
 
+    column_parallel: of q, k and v, or of gate and up, side by side.
+    row_parallel, bias: o_proj's or down_proj's.
+    shape: of one of the virtual ranks of ``column_parallel``; ``head_norms`` are for its heads.
+    """
+
+    layer: int
+    shape: Shape
     norm: RMSNorm
-    qkv: list[Linear]
-    o: list[Linear]
+    column_parallel: list[Linear]
+    row_parallel: list[Linear]
     bias: Tensor | None
     head_norms: HeadNorms | None = None
-
-
-@dataclass
-class MlpWeights:
-    """One rank's part of a layer's MLP, like ``AttentionWeights``; the bias is down_proj's."""
-
-    norm: RMSNorm
-    gate_up: list[Linear]
-    down: list[Linear]
-    bias: Tensor | None
 
 
 @dataclass
@@ -139,18 +135,15 @@ class Weights:
     """One rank's part of a Llama; embedding and head are [own_vocab, hidden]."""
 
     embed: Tensor
-    layers: list[tuple[AttentionWeights, MlpWeights]]
+    sublayers: list[Sublayer]  # attention and MLP in turn
     norm: RMSNorm
     head: Linear
 
     def rows(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.embed)
 
-    def attention(self, layer: int) -> AttentionWeights:
-        return self.layers[layer][0]
-
-    def mlp(self, layer: int) -> MlpWeights:
-        return self.layers[layer][1]
+    def take_sublayer(self, number: int) -> Sublayer:
+        return self.sublayers[number]
 
     def take_head(self) -> Linear:
         return self.head

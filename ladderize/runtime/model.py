@@ -16,7 +16,7 @@ from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGrad
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, run_walks
-from ladderize.runtime.shards import Shape, cached_heads, group_size, hosted_ranks, rank_shape
+from ladderize.runtime.shards import Shape, group_size
 from ladderize.runtime.step import Step, join_parts, split_parts, with_additive_masks
 
 OneOrNone = TypeVar("OneOrNone", Tensor, Tensor | None)
@@ -34,9 +34,6 @@ class TPLlama:
         self.modes = layout.modes
         self.head = weights.take_head()
         self.windows = sorted({window for window in shape.decoder.windows if window is not None})
-        virtual = hosted_ranks(layout.sync_tp_size, shape.tp_size)
-        self.rank_shapes = [rank_shape(shape, virtual, number) for number in range(virtual)]
-        self.more_cached = cached_heads(shape, layout) > shape.own_kv_heads
         self.group_size = group_size(layout.sync_tp_size, shape.tp_size)
         self.carries = shape.rank % self.group_size == 0  # a carry that the group has summed counts once
         if self.group_size > 1:
@@ -106,14 +103,11 @@ class TPLlama:
     def upcoming(self, number: int) -> list[Any]:
         """Return the weights of the sub-modules from ``number`` on up to the next sum; behind the last take the
         head's."""
-        index, is_mlp = divmod(number, 2)
         if number == len(self.modes):
             self.head = self.weights.take_head()  # like a sub-module's: before the last sum is waited for
             return []
-        if is_mlp:
-            return [self.weights.mlp(index)]
-        attention = self.weights.attention(index)
-        return [attention, self.weights.mlp(index)] if self.modes[number] == DROPPED else [attention]
+        last = number + 1 if self.modes[number] == DROPPED else number
+        return [self.weights.take_sublayer(taken) for taken in range(number, last + 1)]
 
     def add_bias(self, residual: Stream, x: Stream, bias: Tensor | None) -> tuple[Stream, Stream]:
         """Return the stream and x with the bias of a dropped sum. All ranks add it to the stream alike, so its gradient
@@ -150,23 +144,13 @@ class TPLlama:
 
         apart: what virtual rank k of this process reads beside x; None: nothing.
         """
-        operations, (index, is_mlp) = self.operations, divmod(number, 2)
-        carry = None
-        if is_mlp:
-            inner, linears = operations.mlp(weights, x, apart), weights.down
-            if self.modes[number - 1] == DROPPED and self.carries:
-                carry = apart
-        else:
-            linears = weights.o
-            if apart is None:
-                views = cache.kv_heads(0, self.shape.own_kv_heads) if self.more_cached else cache
-                inner = operations.attention(weights, x, step, views, index, self.shape, 0)
-            else:
-                inner = operations.attention_apart(weights, x, apart, step, cache, index, self.rank_shapes)
+        operations, is_mlp = self.operations, number % 2
+        inner = operations.mlp(weights, x, apart) if is_mlp else operations.attention(weights, x, apart, step, cache)
+        carry = apart if is_mlp and self.modes[number - 1] == DROPPED and self.carries else None
         if self.modes[number] in APART:
-            products = [*map(self.scaled, operations.products_apart(linears, inner))]
+            products = [*map(self.scaled, operations.products_apart(weights.row_parallel, inner))]
             return products if carry is None else [*map(torch.add, products, carry)]
-        product = self.scaled(linears[0](inner))
+        product = self.scaled(weights.row_parallel[0](inner))
         return [product if carry is None else product + sum_of(carry)]
 
     def embed(self, ids: Tensor) -> PendingSum:
