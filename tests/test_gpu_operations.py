@@ -38,11 +38,14 @@ from tests.test_cpu_operations import (  # noqa: F401
 class Interpreted(GpuOperations):
     """On a CPU, with what it has on a GPU: a cache in the model's dtype, and additive masks."""
 
-    def attend_projected(self, norms, qkv, step, cache, *more):
-        own = KVCache(cache.keys.to(qkv.dtype), cache.values.to(qkv.dtype))
-        mask = step.mask if step.mask is None or step.mask.dtype != torch.bool else additive(step.mask, qkv.dtype)
-        near = {window: additive(seen, qkv.dtype) for window, seen in step.near.items()}
-        output = super().attend_projected(norms, qkv, replace(step, mask=mask, near=near), own, *more)
+    def attention(self, weights, x, apart, step, cache):
+        if not cache.is_static:  # of training, which has PyTorch's operations on a GPU too
+            return Operations.attention(self, weights, x, apart, step, cache)
+        dtype = weights.norm.weight.dtype
+        own = KVCache(cache.keys.to(dtype), cache.values.to(dtype))
+        mask = step.mask if step.mask is None or step.mask.dtype != torch.bool else additive(step.mask, dtype)
+        near = {window: additive(seen, dtype) for window, seen in step.near.items()}
+        output = super().attention(weights, x, apart, replace(step, mask=mask, near=near), own)
         cache.keys.copy_(own.keys)
         cache.values.copy_(own.values)
         return output

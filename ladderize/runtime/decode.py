@@ -94,21 +94,6 @@ def rope_table(config: dict[str, object], positions: int, device: torch.device) 
     return torch.complex(cos[0, :, :half], sin[0, :, :half]).to(device)
 
 
-class GrowingRope:
-    """A ``rope_table`` that grows up to ``most``: configs promise millions of positions, of which texts need few."""
-
-    def __init__(self, config: dict[str, object], most: int, device: torch.device) -> None:
-        self.config, self.most = config, most
-        self.table = rope_table(config, 1, device)
-
-    def __call__(self, positions: int) -> Tensor:
-        """Return the factors of at least this many positions."""
-        if len(self.table) < min(positions, self.most):
-            grown = min(1 << (positions - 1).bit_length(), self.most)  # so that it grows few times
-            self.table = rope_table(self.config, grown, self.table.device)
-        return self.table
-
-
 @dataclass
 class Generator:
     """A model with a cache for ``batch`` rows and ``columns`` positions. All ranks call the same methods in the same

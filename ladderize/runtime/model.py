@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from ladderize.layout import APART, DROPPED, HIDING, Layout
-from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.collectives.base import Collectives, Split
 from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient, Stream, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, run_walks
 from ladderize.runtime.shards import Shape, group_size
-from ladderize.runtime.step import Step, join_parts, split_parts, with_additive_masks
+from ladderize.runtime.step import Step, join_parts, split_parts
 
 OneOrNone = TypeVar("OneOrNone", Tensor, Tensor | None)
+ALONE = Collectives()  # of one process
 
 
 class TPLlama:
@@ -44,9 +45,7 @@ class TPLlama:
         normed end of the residual stream, times ``logits_scale``."""
         if self.windows:
             step = step.with_windows(self.windows, ids.shape[1])
-        chunks = split_parts(ids, step, cache, schedule)
-        kind = cache.keys.dtype
-        walks = [self.walk(chunk.ids, with_additive_masks(chunk.step, kind), chunk.cache) for chunk in chunks]
+        walks = [self.walk(*chunk) for chunk in split_parts(ids, step, cache, schedule)]
         return join_parts(run_walks(walks), ids.shape[0])
 
     def walk(self, ids: Tensor, step: Step, cache: KVCache) -> Generator[None, None, Tensor]:
@@ -72,11 +71,13 @@ class TPLlama:
                 sent = None
             apart, bias = None, self.scaled(weights.bias)
             if mode in APART:
-                apart = self.sum_in_group(partials)
+                apart = [*map(self.groups.within.all_reduce, partials)]
                 residual, x = self.add_bias(residual, x, bias)
                 if mode == DROPPED:
                     continue
-                sent = self.send_apart(residual, apart)
+                # the partials are read meanwhile: the message is new memory
+                message = apart[0].clone() if len(apart) == 1 else sum_of(apart)
+                sent = PendingSum(self.groups.across, residual, None, message)
             else:
                 sent = PendingSum(self.collectives, residual, bias, partials.pop())
             taken = self.upcoming(number + 1)
@@ -118,21 +119,10 @@ class TPLlama:
             return (whole(residual) + bias,) * 2
         return whole(residual) + ShareOfGradient.apply(bias, 1 / self.collectives.ranks), whole(x) + bias
 
-    def sum_in_group(self, partials: list[Tensor]) -> list[Tensor]:
-        """Return the partials of this process's virtual ranks; where it is one of several that are one virtual rank,
-        their sum."""
-        if self.group_size == 1:
-            return partials
-        within = self.collectives.split(self.group_size).within
-        return [within.all_reduce(partial) for partial in partials]
-
-    def send_apart(self, residual: Stream, partials: list[Tensor]) -> PendingSum:
-        """Send the sum of a delayed sub-module, of whose bias the stream knows already. ``partials``: of this process's
-        virtual ranks, which read them meanwhile: the message is new memory."""
-        total = partials[0].clone() if len(partials) == 1 else sum_of(partials)
-        size = self.group_size
-        collectives = self.collectives if size == 1 else self.collectives.split(size).across
-        return PendingSum(collectives, residual, None, total)
+    @property
+    def groups(self) -> Split:
+        """The collectives of the processes that are one virtual rank, and those that sum over virtual ranks."""
+        return Split(ALONE, self.collectives) if self.group_size == 1 else self.collectives.split(self.group_size)
 
     def partials(
         self, number: int, weights: Any, x: Stream, apart: list[Tensor] | None, step: Step, cache: KVCache
@@ -159,7 +149,7 @@ class TPLlama:
         scale = self.shape.decoder.embedding_scale
         if self.shape.replicate_vocab:
             rows = self.weights.rows(ids)
-            return PendingSum(Collectives(), None, None, rows if scale == 1 else rows * scale)
+            return PendingSum(ALONE, None, None, rows if scale == 1 else rows * scale)
         rows_here = ids - self.shape.vocab_start
         inside = (rows_here >= 0) & (rows_here < self.shape.own_vocab)
         rows = self.weights.rows(rows_here.clamp(0, self.shape.own_vocab - 1))

@@ -53,22 +53,13 @@ class Step:
         return (self.mask, self.causal) if near is None else (near, False)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Some rows, or some tokens of one row, of a forward pass."""
-
-    ids: Tensor
-    step: Step
-    cache: KVCache
-
-
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a bool mask as numbers, in the dtype of keys, that are added to scores. PyTorch's attention would make
     them anew in every layer, and keep each for a backward pass."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
-def with_additive_masks(step: Step, dtype: torch.dtype) -> Step:
+def _with_additive_masks(step: Step, dtype: torch.dtype) -> Step:
     """Return ``step`` with additive masks, but for inference on a CPU, where our own attention reads bool masks."""
     if step.rope_factors.device.type == "cpu" and not torch.is_grad_enabled():
         return step
@@ -76,17 +67,19 @@ def with_additive_masks(step: Step, dtype: torch.dtype) -> Step:
     return replace(step, mask=None if step.mask is None else additive(step.mask, dtype), near=near)
 
 
-def split_parts(ids: Tensor, step: Step, cache: KVCache, schedule: Schedule) -> list[Part]:
+def split_parts(ids: Tensor, step: Step, cache: KVCache, schedule: Schedule) -> list[tuple[Tensor, Step, KVCache]]:
     """Cut a pass over ids [batch, tokens] as ``schedule`` says: as evenly as it goes, larger parts first. One row is
     cut along its tokens: a later part sees the keys and values of the earlier ones."""
     rows, tokens = ids.shape
     count = schedule.parts(rows, tokens)
     if count == 1:
-        return [Part(ids, step, cache)]
-    if rows > 1:
-        return [Part(ids[a:b], _rows(step, a, b, rows), cache.batch_rows(a, b)) for a, b in _bounds(rows, count)]
-    cache = cache.for_parts()
-    return [Part(ids[:, a:b], _tokens(step, a, b, tokens), cache) for a, b in _bounds(tokens, count)]
+        chunks = [(ids, step, cache)]
+    elif rows > 1:
+        chunks = [(ids[a:b], _rows(step, a, b, rows), cache.batch_rows(a, b)) for a, b in _bounds(rows, count)]
+    else:
+        cache = cache.for_parts()
+        chunks = [(ids[:, a:b], _tokens(step, a, b, tokens), cache) for a, b in _bounds(tokens, count)]
+    return [(ids, _with_additive_masks(step, cache.keys.dtype), cache) for ids, step, cache in chunks]
 
 
 def join_parts(results: list[Tensor], rows: int) -> Tensor:

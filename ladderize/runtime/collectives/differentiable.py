@@ -76,7 +76,7 @@ class PendingSum:
             self.sent = self.residual = None
             return after, x
         residual = None if self.residual is None else whole(self.residual)
-        after = self.handle.wait_added(residual)
+        after = self.handle.wait(residual)
         return (after if self.bias is None else after + self.bias,) * 2
 
     def wait_unadded(self) -> tuple[Stream, Stream]:
