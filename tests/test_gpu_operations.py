@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # Triton must have seen it when i
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
 
 from ladderize.runtime.gpu_operations import GpuOperations
-from ladderize.runtime.kv_cache import KVCache
+from ladderize.runtime.kv_cache import KVCache, NoCache
 from ladderize.runtime.layers import JoinedLinears
 from ladderize.runtime.native import triton_kernels
 from ladderize.runtime.native.triton_kernels import attend_one
@@ -39,7 +39,7 @@ class Interpreted(GpuOperations):
     """On a CPU, with what it has on a GPU: a cache in the model's dtype, and additive masks."""
 
     def attention(self, weights, x, apart, step, cache):
-        if not cache.is_static:  # of training, which has PyTorch's operations on a GPU too
+        if isinstance(cache, NoCache):  # of training, which has PyTorch's operations on a GPU too
             return Operations.attention(self, weights, x, apart, step, cache)
         dtype = weights.norm.weight.dtype
         own = KVCache(cache.keys.to(dtype), cache.values.to(dtype))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ladderize.runtime.collectives.differentiable import Stream, whole
-from ladderize.runtime.kv_cache import KVCache
+from ladderize.runtime.kv_cache import KVCache, NoCache
 from ladderize.runtime.layers import RMSNorm, Sublayer
 from ladderize.runtime.native.library import BLOCK, LANES, TYPES, Cache, Heads, Seen, address
 from ladderize.runtime.operations import Operations, attend
@@ -40,7 +40,7 @@ class CpuOperations(Operations):
         return out
 
     def attend_projected(self, weights: Sublayer, qkv: Tensor, step: Step, cache: KVCache) -> Tensor:
-        if not cache.is_static or not isinstance(step.columns, int):
+        if isinstance(cache, NoCache) or not isinstance(step.columns, int):
             return super().attend_projected(weights, qkv, step, cache)
         shape, decoder, index, norms = weights.shape, weights.shape.decoder, weights.layer, weights.head_norms
         batch, tokens, _ = qkv.shape

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ladderize.layout import APART, DROPPED, HIDING, Layout
 from ladderize.runtime.collectives.base import Collectives, Split
-from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient, Stream, whole
+from ladderize.runtime.collectives.differentiable import PendingSum, Stream, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, run_walks
@@ -117,7 +117,10 @@ class TPLlama:
             return residual, x
         if residual is x:
             return (whole(residual) + bias,) * 2
-        return whole(residual) + ShareOfGradient.apply(bias, 1 / self.collectives.ranks), whole(x) + bias
+        shared, share = bias.view_as(bias), 1 / self.collectives.ranks
+        if shared.requires_grad:
+            shared.register_hook(lambda gradient: gradient * share)
+        return whole(residual) + shared, whole(x) + bias
 
     @property
     def groups(self) -> Split:

@@ -174,17 +174,3 @@ class _Wait(Function):
             link.handle = link.collectives.all_reduce_async(of_x.contiguous())
         # the nodes before this one find their gradients in the link: autograd never touches a message on its way
         return (None,) * 4
-
-
-class ShareOfGradient(Function):
-    """A function that passes a value on, and the part ``share`` of its gradient. It is for values that all ranks add
-    alike, where gradients are summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
-        ctx.share = share
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.share, None

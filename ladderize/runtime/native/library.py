@@ -8,7 +8,6 @@ import hashlib
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import tempfile
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
@@ -132,25 +131,22 @@ def _compile(compiler: str, path: Path) -> Path:
     descriptor, made = tempfile.mkstemp(prefix=".kernels-", suffix=".so", dir=path.parent)
     os.close(descriptor)
     try:
-        with subprocess.Popen(
+        done = subprocess.run(
             [*compiler.split(), *FLAGS, str(SOURCE), "-o", made],
+            capture_output=True,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
             env={**os.environ, "LC_ALL": "C"},
-            start_new_session=True,
-        ) as process:
-            try:
-                _, said = process.communicate(timeout=SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # a compiler is several processes
-                raise UserError(f"{compiler} did not end within {SECONDS} s") from None
-        if process.returncode:
-            first = next((line for line in said.splitlines() if "error" in line), f"exit code {process.returncode}")
+            timeout=SECONDS,
+        )
+        if done.returncode:
+            lines = done.stderr.splitlines()
+            first = next((line for line in lines if "error" in line), f"exit code {done.returncode}")
             raise UserError(f"{compiler} cannot compile kernels.cpp: {first.strip()}")
         os.replace(made, path)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{compiler} did not end within {SECONDS} s") from None
     finally:
         Path(made).unlink(missing_ok=True)
     return path
