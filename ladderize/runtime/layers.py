@@ -53,7 +53,8 @@ class JoinedLinears(list[Linear]):
 class RMSNorm:
     """The norm x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 inside and rounded once. On a CPU
     it is layer_norm of [x, -x], whose mean is 0 and whose variance is the mean of x^2. That takes three kernels, where
-    torch's rms_norm takes nine."""
+    torch's rms_norm takes nine. In training in 16 bits the weight is float32, and so is x: torch's kernels for 16 bits
+    sum the weight's gradient over the tokens with an error of some percent."""
 
     __slots__ = ("doubled", "eps", "weight")
 
@@ -62,21 +63,13 @@ class RMSNorm:
         self.doubled = torch.cat((weight, weight)) if weight.device.type == "cpu" else None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.weight.dtype != x.dtype:
+            return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
         if self.doubled is None:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.layer_norm(torch.cat((x, -x), -1), self.doubled.shape, self.doubled, None, self.eps)[
             ..., : x.shape[-1]
         ]
-
-
-class WideRMSNorm(RMSNorm):
-    """RMSNorm for training in 16 bits, with a weight in float32: torch's kernels for 16 bits sum the weight's gradient
-    over the tokens with an error of some percent."""
-
-    __slots__ = ()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
 class HeadNorms:

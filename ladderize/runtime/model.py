@@ -85,16 +85,13 @@ class TPLlama:
             if mode not in HIDING:
                 residual, x = self.arrived(sent)
                 sent = None
-        return self.end(x)  # the last MLP sync is blocking: nothing is on its way
+        normed = self.operations.norm(self.weights.norm, x)  # the last MLP sync is blocking: nothing is on its way
+        scale = self.shape.decoder.logits_scale
+        return normed if scale == 1 else normed * scale
 
     def arrived(self, sent: PendingSum) -> tuple[Stream, Stream]:
         """Wait for a sum; return the stream with it, and the same as x."""
         return sent.wait_unadded() if self.operations.adds_in_norm else sent.wait()
-
-    def end(self, x: Stream) -> Tensor:
-        scale = self.shape.decoder.logits_scale
-        normed = self.operations.norm(self.weights.norm, x)
-        return normed if scale == 1 else normed * scale
 
     def scaled(self, added: OneOrNone) -> OneOrNone:
         """Return a part that is added to the stream, times the family's factor; nothing is computed where that is 1."""
@@ -151,13 +148,13 @@ class TPLlama:
         of the vocabulary."""
         scale = self.shape.decoder.embedding_scale
         if self.shape.replicate_vocab:
-            rows = self.weights.rows(ids)
-            return PendingSum(ALONE, None, None, rows if scale == 1 else rows * scale)
-        rows_here = ids - self.shape.vocab_start
-        inside = (rows_here >= 0) & (rows_here < self.shape.own_vocab)
-        rows = self.weights.rows(rows_here.clamp(0, self.shape.own_vocab - 1))
-        rows = rows if scale == 1 else rows * scale
-        return PendingSum(self.collectives, None, None, rows * inside.unsqueeze(-1))
+            rows, collectives = self.weights.rows(ids), ALONE
+        else:
+            rows_here = ids - self.shape.vocab_start
+            inside = (rows_here >= 0) & (rows_here < self.shape.own_vocab)
+            rows = self.weights.rows(rows_here.clamp(0, self.shape.own_vocab - 1)) * inside.unsqueeze(-1)
+            collectives = self.collectives
+        return PendingSum(collectives, None, None, rows if scale == 1 else rows * scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab] of hidden states [..., hidden], equal on all ranks."""

@@ -68,12 +68,6 @@ class Collectives:
         and the message takes as long as an all-reduce of the result."""
         return x if self.ranks == 1 else self.all_reduce(torch.cat([x] * self.ranks, -1))
 
-    def tidy(self) -> None:
-        """Free the buffers that are kept for many sizes of messages. All ranks call it, with no handle left to wait
-        for, before a pass whose sizes may be new."""
-        for collectives in self.parts:
-            collectives.tidy()
-
     def settle(self) -> None:
         """Finish all communication of this backend, also receives that were posted ahead of their message. All ranks
         call it, at the end, and where the next messages are of another kind, with no handle left to wait for."""

@@ -6,6 +6,7 @@ the slot before the counter. x86 guarantees both; the C library ends its non-tem
 access below is a separate call into compiled code, which no compiler moves. Counters are aligned 8-byte words, each on
 a cache line of its own and written by one rank only. Other architectures need fences, which Python cannot issue."""
 
+import functools
 import mmap
 import multiprocessing
 import os
@@ -54,13 +55,18 @@ class SharedMemory(Collectives):
         memory = self._attach(group, size)
         # of each rank, the messages that it has put into its slots (WRITTEN), and those that it is done with (READ)
         self.counters = memoryview(memory)[: 2 * group.size * LINE].cast("q", (2, group.size, LINE // 8))
-        self.messages = torch.frombuffer(memory, dtype=torch.uint8)[header:].view(slots, group.size, self.slot_bytes)
+        messages = torch.frombuffer(memory, dtype=torch.uint8)[header:].view(slots, group.size, self.slot_bytes)
         self.peers = [r for r in range(group.size) if r != group.rank]
         kernels = agreed_kernels(group)
         self.kernels = None if isinstance(kernels, str) else kernels
         self.threads = torch.get_num_threads()
-        # views of each slot for each shape of message, made once: a view costs as much as copying a small message
-        self.views: dict[tuple[torch.Size, torch.dtype], list[list[Tensor]]] = {}
+
+        def views(shape: torch.Size, dtype: torch.dtype) -> list[list[Tensor]]:
+            size = shape.numel() * dtype.itemsize
+            return [[*slot[:, :size].view(dtype).view(group.size, *shape)] for slot in messages]
+
+        # of each slot the messages, one for each rank: a view costs as much as copying a small message
+        self.views = functools.lru_cache(MOST_VIEWS)(views)
 
     @staticmethod
     def problem(
@@ -109,20 +115,14 @@ class SharedMemory(Collectives):
 
     def _post(self, x: Tensor) -> tuple[list[Tensor], int]:
         """Put ``x`` into the next slot; return that slot's messages, one for each rank, and the message's number."""
-        key = (x.shape, x.dtype)
-        views = self.views.get(key)
-        if views is None:
-            size = x.nbytes
-            if size > self.slot_bytes:
-                raise RuntimeError(f"a message of {size} bytes is over the {self.slot_bytes} that were announced")
-            views = [[*slot[:, :size].view(x.dtype).view(self.ranks, *x.shape)] for slot in self.messages]
-            self.views[key] = views
+        if x.nbytes > self.slot_bytes:
+            raise RuntimeError(f"a message of {x.nbytes} bytes is over the {self.slot_bytes} that were announced")
         number, slots = self.sent + 1, self.slots
         if number > slots:
             if self.received < number - slots:
                 raise RuntimeError(f"more than {slots} messages are in flight")
             self._await(READ, number - slots)
-        messages = views[number % slots]
+        messages = self.views(x.shape, x.dtype)[number % slots]
         messages[self.rank].copy_(x)
         self.counters[WRITTEN, self.rank, 0] = self.sent = number
         return messages, number
@@ -135,11 +135,6 @@ class SharedMemory(Collectives):
 
     def _done(self, number: int) -> None:
         self.counters[READ, self.rank, 0] = self.received = number
-
-    def tidy(self) -> None:
-        super().tidy()
-        if len(self.views) > MOST_VIEWS:
-            self.views.clear()
 
     def all_reduce_async(self, x: Tensor) -> Handle:
         messages, number = self._post(x)

@@ -167,9 +167,7 @@ def _cache_folder() -> Path | None:
 
 def _cpu() -> str:
     """Return the facts that -march=native depends on: several machines may share a home folder."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     facts = [line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))]
     return "\n".join([platform.machine(), *facts[:2]])

@@ -56,7 +56,6 @@ class TPTraining(LossModule):
 
     def scored_logits(self, batch: Batch) -> Tensor:
         """Return this rank's columns of the logits where a target counts: [tokens that count, own vocab]."""
-        self.collectives.tidy()
         used = UsedWeights(self.weights)
         model = _TrainedLlama(self.shape, self.layout, used, self.collectives, recompute=self.recompute)
         tokens = batch.input_ids.shape[1]

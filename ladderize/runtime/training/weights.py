@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ladderize.checkpoint.config import EMBEDDING, HEAD
 from ladderize.layout import APART, Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.layers import HeadNorms, Linear, RMSNorm, Sublayer, Weights, WideRMSNorm
+from ladderize.runtime.layers import HeadNorms, Linear, RMSNorm, Sublayer, Weights
 from ladderize.runtime.loader import Read, load_weights, unpair_rope_rows
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.linear import LaterLinear, WeightGradient
@@ -242,8 +242,7 @@ class UsedWeights:
         return LaterLinear(parameter, self._values[key], bias, self._gradients[key])
 
     def _norm(self, weight: Tensor) -> RMSNorm:
-        kind = RMSNorm if self.weights.compute == torch.float32 else WideRMSNorm
-        return kind(weight.float(), self.weights.shape.eps)
+        return RMSNorm(weight.float(), self.weights.shape.eps)
 
     def _small(self, bias: Tensor | None) -> Tensor | None:
         return None if bias is None else bias.to(self.weights.compute)
