@@ -85,13 +85,16 @@ class TPLlama:
             if mode not in HIDING:
                 residual, x = self.arrived(sent)
                 sent = None
-        normed = self.operations.norm(self.weights.norm, x)  # the last MLP sync is blocking: nothing is on its way
-        scale = self.shape.decoder.logits_scale
-        return normed if scale == 1 else normed * scale
+        return self.end(x)  # the last MLP sync is blocking: nothing is on its way
 
     def arrived(self, sent: PendingSum) -> tuple[Stream, Stream]:
         """Wait for a sum; return the stream with it, and the same as x."""
-        return sent.wait_unadded() if self.operations.adds_in_norm else sent.wait()
+        return sent.wait(unadded=self.operations.adds_in_norm)
+
+    def end(self, x: Stream) -> Tensor:
+        scale = self.shape.decoder.logits_scale
+        normed = self.operations.norm(self.weights.norm, x)
+        return normed if scale == 1 else normed * scale
 
     def scaled(self, added: OneOrNone) -> OneOrNone:
         """Return a part that is added to the stream, times the family's factor; nothing is computed where that is 1."""

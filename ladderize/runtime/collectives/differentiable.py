@@ -69,22 +69,18 @@ class PendingSum:
         else:
             self.handle = collectives.all_reduce_async(product)
 
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Return the residual stream with the sum and the bias, and the same as x."""
+    def wait(self, *, unadded: bool) -> tuple[Stream, Stream]:
+        """Return the residual stream with the sum and the bias, and the same as x. ``unadded``: leave the sum to the
+        stream's reader where nothing else is to be added."""
         if self.link is not None:
             after, x = _Wait.apply(self.link, self.bias, self.residual, self.sent)
             self.sent = self.residual = None
             return after, x
         residual = None if self.residual is None else whole(self.residual)
+        if unadded and residual is not None and self.bias is None:
+            return (Unadded(residual, self.handle.wait()),) * 2
         after = self.handle.wait(residual)
         return (after if self.bias is None else after + self.bias,) * 2
-
-    def wait_unadded(self) -> tuple[Stream, Stream]:
-        """Return what ``wait`` does, but leave the sum to the stream's reader where nothing else is to be added."""
-        if self.residual is None or self.bias is not None or self.link is not None:
-            return self.wait()
-        stream = Unadded(whole(self.residual), self.handle.wait())
-        return stream, stream
 
 
 class _Link:
