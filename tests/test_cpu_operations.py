@@ -13,7 +13,7 @@ import torch
 
 from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.kv_cache import KVCache, NoCache, PartsCache
-from ladderize.runtime.layers import HeadNorms, Linear, RMSNorm, Sublayer
+from ladderize.runtime.layers import Linear, RMSNorm, Sublayer
 from ladderize.runtime.native.library import kernels
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.spec import choose_operations
@@ -90,8 +90,8 @@ def attention_case(dtype, *, dim, norms=False, rope=True, window=None):
     qkv = Linear((torch.randn(rows, hidden) * 2 * hidden**-0.5).to(dtype), torch.randn(rows).to(dtype))
     decoder = SimpleNamespace(rope=[rope] * 2, windows=[window] * 2, attention_scale=some(None, 0.2))
     shape = SimpleNamespace(own_heads=heads, own_kv_heads=kv_heads, head_dim=dim, decoder=decoder, eps=1e-5)
-    of_heads = HeadNorms(torch.randn(dim), torch.randn(dim), shape) if norms else None
-    return Sublayer(1, shape, norm, [qkv], [], None, of_heads), shape, hidden
+    of_heads = [torch.randn(dim) for _ in range(2 * norms)]
+    return Sublayer(1, shape, norm, [qkv], [], None, *of_heads), shape, hidden
 
 
 def turns(rows, tokens, dim):

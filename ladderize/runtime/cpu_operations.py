@@ -42,7 +42,7 @@ class CpuOperations(Operations):
     def attend_projected(self, weights: Sublayer, qkv: Tensor, step: Step, cache: KVCache) -> Tensor:
         if isinstance(cache, NoCache) or not isinstance(step.columns, int):
             return super().attend_projected(weights, qkv, step, cache)
-        shape, decoder, index, norms = weights.shape, weights.shape.decoder, weights.layer, weights.head_norms
+        shape, decoder, index = weights.shape, weights.shape.decoder, weights.layer
         batch, tokens, _ = qkv.shape
         heads, kv_heads, dim = shape.own_heads, shape.own_kv_heads, shape.head_dim
         rope = step.rope_factors.contiguous() if decoder.rope[index] else None
@@ -56,7 +56,7 @@ class CpuOperations(Operations):
         kind, size = TYPES[qkv.dtype], byref(Heads(batch, tokens, heads, kv_heads, dim))
         failed = self._rotate(
             *(kind, size, qkv.data_ptr()),
-            *((None, 0.0) if norms is None else (norms.weight.data_ptr(), norms.eps)),
+            *(address(weights.head_norms), shape.eps),
             *(address(rope), rope_row, query.data_ptr(), byref(layer), self.threads),
         )
         if failed:

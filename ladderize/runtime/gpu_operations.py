@@ -24,8 +24,11 @@ class GpuOperations(Operations):
         self.programs = programs
 
     def norm(self, norm: RMSNorm, x: Stream) -> Tensor:
-        if isinstance(x, Unadded) and x.summands is not None:
-            return x.add_by(lambda stream, added: triton_kernels.add_rms_norm(stream, added, norm.weight, norm.eps))
+        if isinstance(x, Unadded) and len(x.summands) == 2:
+            stream, added = x.summands
+            total, normed = triton_kernels.add_rms_norm(stream, added, norm.weight, norm.eps)
+            x.summands = [total]
+            return normed
         return triton_kernels.rms_norm(whole(x), norm.weight, norm.eps)
 
     def mlp(self, weights: Sublayer, x: Stream, apart: Apart) -> Tensor:
@@ -49,12 +52,15 @@ class GpuOperations(Operations):
         if ranks > 1:  # the queries of all, then their keys, then their values
             sizes = [count * shape.head_dim for count in (shape.own_heads, shape.own_kv_heads, shape.own_kv_heads)]
             qkv = torch.cat([abreast(projected) for projected in qkv.split(sizes, -1)], -1)[None]
+        if ranks > 1 and norms is not None:
+            of_kind = norms.split((shape.own_heads, shape.own_kv_heads))
+            norms = torch.cat([weight.repeat(ranks, 1) for weight in of_kind])
         cache = cache.kv_heads(0, ranks * shape.own_kv_heads)
         query = triton_kernels.rotate_and_store(
             qkv[0],
             step.rope_factors if decoder.rope[index] else None,
-            None if norms is None else norms.weight_of(ranks),
-            0.0 if norms is None else norms.eps,
+            norms,
+            shape.eps,
             cache.keys[index],
             cache.values[index],
             step.columns,

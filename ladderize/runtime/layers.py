@@ -4,7 +4,7 @@ Row-parallel layers (o, down) return a *partial sum*, which the caller reduces: 
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -72,30 +72,6 @@ class RMSNorm:
         ]
 
 
-class HeadNorms:
-    """RMSNorm of each query and each key head of a rank before rope, in float32: x [..., heads + KV heads, head_dim].
-    The weights ``query`` and ``key`` [head_dim] are in the order of the heads' rows (``loader.pair_rope_rows``)."""
-
-    __slots__ = ("eps", "heads", "key", "query", "weight")
-
-    def __init__(self, query: Tensor, key: Tensor, shape: Shape) -> None:
-        self.query, self.key, self.heads, self.eps = query, key, shape.own_heads, shape.eps
-        self.weight = torch.cat((query.float().expand(shape.own_heads, -1), key.float().expand(shape.own_kv_heads, -1)))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        size = x.shape[-1]
-        if x.device.type != "cpu":
-            return F.rms_norm(x, (size,), None, self.eps) * self.weight
-        return F.layer_norm(torch.cat((x, -x), -1), (2 * size,), eps=self.eps)[..., :size] * self.weight  # as RMSNorm
-
-    def weight_of(self, ranks: int) -> Tensor:
-        """Return the weight of as many virtual ranks: of the queries of all, then of the keys of all."""
-        if ranks == 1:
-            return self.weight
-        query, key = self.weight.split((self.heads, self.weight.shape[0] - self.heads))
-        return torch.cat((query.repeat(ranks, 1), key.repeat(ranks, 1)))
-
-
 @functools.cache
 def _packable() -> tuple[torch.dtype, ...]:
     """Return the dtypes that oneDNN multiplies natively here; emulated, packed products are slower than plain ones."""
@@ -111,7 +87,9 @@ class Sublayer:
 
     column_parallel: of q, k and v, or of gate and up, side by side.
     row_parallel, bias: o_proj's or down_proj's.
-    shape: of one of the virtual ranks of ``column_parallel``; ``head_norms`` are for its heads.
+    shape: of one of the virtual ranks of ``column_parallel``.
+    q_norm, k_norm: [head_dim], in the order of the heads' rows (``loader.pair_rope_rows``).
+    head_norms: both for each head of that rank, float32 [heads + KV heads, head_dim].
     """
 
     layer: int
@@ -120,7 +98,14 @@ class Sublayer:
     column_parallel: list[Linear]
     row_parallel: list[Linear]
     bias: Tensor | None
-    head_norms: HeadNorms | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    head_norms: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = (self.q_norm, self.shape.own_heads), (self.k_norm, self.shape.own_kv_heads)
+            self.head_norms = torch.cat([weight.float().expand(count, -1) for weight, count in norms])
 
 
 @dataclass

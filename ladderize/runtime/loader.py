@@ -10,7 +10,7 @@ from torch import Tensor
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import read_tensor
 from ladderize.layout import Layout
-from ladderize.runtime.layers import HeadNorms, JoinedLinears, Linear, RMSNorm, Sublayer, Weights
+from ladderize.runtime.layers import JoinedLinears, Linear, RMSNorm, Sublayer, Weights
 from ladderize.runtime.shards import Shape, Slice, VirtualRanks, rank_shape, virtual_ranks
 
 Read = Callable[[Slice], Tensor]
@@ -98,6 +98,7 @@ def _layer(
     def gate_up(rank: Shape) -> Linear:
         return fused(*(rows(f"mlp.{name}_proj", rank.inner_rows(), decoder.mlp_bias) for name in ("gate", "up")))
 
+    names = ("q", "k") if decoder.head_norms else ()
     attention = Sublayer(
         index,
         rank_shape(shape, virtual.qkv),
@@ -105,10 +106,8 @@ def _layer(
         of_ranks(virtual.qkv, qkv),
         of_ranks(virtual.o, lambda rank: sent("self_attn.o_proj", rank.query_rows())),
         read(f"{prefix}self_attn.o_proj.bias") if decoder.o_bias else None,
+        *(pair_rope_rows(read(f"{prefix}self_attn.{name}_norm.weight"), dim) for name in names),
     )
-    if decoder.head_norms:
-        query, key = (pair_rope_rows(read(f"{prefix}self_attn.{name}_norm.weight"), dim) for name in ("q", "k"))
-        attention.head_norms = HeadNorms(query, key, attention.shape)
     mlp = Sublayer(
         index,
         rank_shape(shape, virtual.gate_up),

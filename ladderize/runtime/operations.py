@@ -51,7 +51,7 @@ class Operations:
         decoder, heads, kv_heads = shape.decoder, shape.own_heads, shape.own_kv_heads
         query_key, value = qkv.float().unflatten(-1, (-1, shape.head_dim)).split((heads + kv_heads, kv_heads), 2)
         if weights.head_norms is not None:
-            query_key = weights.head_norms(query_key)
+            query_key = norm_heads(query_key, weights.head_norms, shape.eps)
         if decoder.rope[weights.layer]:
             query_key = rotate(query_key, step.rope_factors)
         query, key = query_key.split((heads, kv_heads), 2)
@@ -77,6 +77,14 @@ class Operations:
         """Return silu(gate) * up, [..., inner], of both side by side, [..., 2 * inner]."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
+
+
+def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMSNorm of each head, float32 [..., heads, head_dim]; ``weight``: [heads, head_dim]."""
+    size = x.shape[-1]
+    if x.device.type != "cpu":
+        return F.rms_norm(x, (size,), None, eps) * weight
+    return F.layer_norm(torch.cat((x, -x), -1), (2 * size,), eps=eps)[..., :size] * weight  # as in RMSNorm
 
 
 def rotate(x: Tensor, rope_factors: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ x is the residual stream as a sub-module reads it, a tensor of its own: the part
 (through the sub-module) stays apart from the part that all ranks have alike. The sum is taken before the norm, whose
 backward is linear in the gradient: a sub-module's whole backward sends one message."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,21 +19,12 @@ from ladderize.runtime.collectives.base import Collectives, Handle
 
 class Unadded:
     """The residual stream [batch, tokens, hidden] and a sum that is not added to it yet: who reads the stream first may
-    add it in a kernel that does something else, too."""
+    add it in a kernel that does something else, too. Then their total is the only one of ``summands``."""
 
-    __slots__ = ("summands", "total")
+    __slots__ = ("summands",)
 
     def __init__(self, stream: Tensor, added: Tensor) -> None:
-        self.summands: tuple[Tensor, Tensor] | None = (stream, added)
-        self.total: Tensor | None = None
-
-    def add_by(self, kernel: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        """Return what ``kernel`` makes of the stream beside the stream itself, with the sum. Only the first reader may
-        ask."""
-        assert self.summands is not None
-        self.total, made = kernel(*self.summands)
-        self.summands = None
-        return made
+        self.summands = [stream, added]
 
 
 Stream = Tensor | Unadded
@@ -44,10 +34,9 @@ def whole(stream: Stream) -> Tensor:
     """Return the stream with its sum."""
     if isinstance(stream, Tensor):
         return stream
-    if stream.total is None:
-        assert stream.summands is not None
-        stream.total, stream.summands = stream.summands[0] + stream.summands[1], None
-    return stream.total
+    if len(stream.summands) == 2:
+        stream.summands = [stream.summands[0] + stream.summands[1]]
+    return stream.summands[0]
 
 
 class PendingSum:

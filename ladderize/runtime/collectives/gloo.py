@@ -52,9 +52,9 @@ class Gloo(Collectives):
         sending: Any = swap.send(x)
 
         def finish() -> Tensor:
-            theirs = swap.received()
+            swap.receiving.wait()
             sending.wait()  # before x changes: its end may not have left yet
-            x.add_(theirs)  # a sum of two is the same bits in either order
+            x.add_(swap.buffer)  # a sum of two is the same bits in either order
             swap.listen()
             self.free.setdefault(size, deque()).append(swap)
             return x
@@ -74,7 +74,7 @@ class Gloo(Collectives):
         """Complete the posted receives that no message is on its way to."""
         for swap in [swap for free in self.free.values() for swap in free]:
             sending: Any = swap.send(torch.zeros_like(swap.buffer))
-            swap.received()
+            swap.receiving.wait()
             sending.wait()
         self.free.clear()
 
@@ -93,7 +93,3 @@ class _Swap:
 
     def send(self, x: Tensor) -> Any:
         return dist.isend(x, group=self.group, group_dst=self.peer, tag=self.tag)
-
-    def received(self) -> Tensor:
-        self.receiving.wait()
-        return self.buffer

@@ -37,12 +37,11 @@ class OnStream(Collectives):
         """Write the sum of ``x`` into ``total``, on the current stream."""
         raise NotImplementedError
 
-    def total(self, x: Tensor) -> Tensor:
-        """Return the memory of the sum of ``x``."""
-        return x
-
     def all_reduce_async(self, x: Tensor) -> Handle:
-        total = self.total(x)
+        return self.send(x, x)
+
+    def send(self, x: Tensor, total: Tensor) -> Handle:
+        """Start to write the sum of ``x`` over the ranks into ``total``, and return the handle of the sum."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             self.reduce(x, total)
@@ -100,8 +99,8 @@ class SymmetricMemory(Nccl):
     def by_one_kernel(self, x: Tensor) -> bool:
         return x.nbytes <= ONE_SHOT_BYTES and x.nbytes % 16 == 0 and x.dtype in (torch.bfloat16, torch.float32)
 
-    def total(self, x: Tensor) -> Tensor:
-        return torch.empty_like(x) if self.by_one_kernel(x) else x
+    def all_reduce_async(self, x: Tensor) -> Handle:
+        return self.send(x, torch.empty_like(x) if self.by_one_kernel(x) else x)
 
     def reduce(self, x: Tensor, total: Tensor) -> None:
         if not self.by_one_kernel(x):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ladderize.checkpoint.config import EMBEDDING, HEAD
 from ladderize.layout import APART, Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.layers import HeadNorms, Linear, RMSNorm, Sublayer, Weights
+from ladderize.runtime.layers import Linear, RMSNorm, Sublayer, Weights
 from ladderize.runtime.loader import Read, load_weights, unpair_rope_rows
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.linear import LaterLinear, WeightGradient
@@ -61,12 +61,11 @@ class TrainedSublayer(nn.Module):
 
     def __init__(self, weights: Sublayer) -> None:
         super().__init__()
-        self.layer, self.shape, norms = weights.layer, weights.shape, weights.head_norms
+        self.layer, self.shape = weights.layer, weights.shape
         self.norm, self.bias = _parameter(weights.norm.weight), _parameter(weights.bias)
         self.column_parallel = nn.ModuleList(map(TrainedLinear, weights.column_parallel))
         self.row_parallel = nn.ModuleList(map(TrainedLinear, weights.row_parallel))
-        self.q_norm = None if norms is None else _parameter(norms.query)
-        self.k_norm = None if norms is None else _parameter(norms.key)
+        self.q_norm, self.k_norm = _parameter(weights.q_norm), _parameter(weights.k_norm)
 
 
 class TrainedWeights(nn.Module):
@@ -224,12 +223,9 @@ class UsedWeights:
 
     def take_sublayer(self, number: int) -> Sublayer:
         weights: Any = self.weights.sublayers[number]
-        shape, norms = weights.shape, None
-        if weights.q_norm is not None:
-            norms = HeadNorms(weights.q_norm, weights.k_norm, shape)
         first, last = (self._linears(linears) for linears in (weights.column_parallel, weights.row_parallel))
         norm, bias = self._norm(weights.norm), self._small(weights.bias)
-        return Sublayer(weights.layer, shape, norm, first, last, bias, norms)
+        return Sublayer(weights.layer, weights.shape, norm, first, last, bias, weights.q_norm, weights.k_norm)
 
     def _linears(self, linears: Any) -> list[Linear]:
         return [self._later(linear.weight, self._small(linear.bias)) for linear in linears]
