@@ -157,7 +157,7 @@ def one_weight_is_off(monkeypatch, *models):
     def off(read, *arguments, **more):
         weights = load(read, *arguments, **more)
         if not models or read.__self__.checkpoint.folder.name in models:
-            weights.attention(1).norm.weight[3] += 0.5
+            weights.sublayers[2].norm.weight[3] += 0.5
         return weights
 
     monkeypatch.setattr(spec, "load_weights", off)

@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # Triton must have seen it when i
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
 
 from ladderize.runtime.gpu_operations import GpuOperations
-from ladderize.runtime.kv_cache import KVCache
+from ladderize.runtime.kv_cache import KVCache, NoCache
 from ladderize.runtime.layers import JoinedLinears
 from ladderize.runtime.native import triton_kernels
 from ladderize.runtime.native.triton_kernels import attend_one
@@ -38,11 +38,14 @@ from tests.test_cpu_operations import (  # noqa: F401
 class Interpreted(GpuOperations):
     """On a CPU, with what it has on a GPU: a cache in the model's dtype, and additive masks."""
 
-    def attend_projected(self, norms, qkv, step, cache, *more):
-        own = KVCache(cache.keys.to(qkv.dtype), cache.values.to(qkv.dtype))
-        mask = step.mask if step.mask is None or step.mask.dtype != torch.bool else additive(step.mask, qkv.dtype)
-        near = {window: additive(seen, qkv.dtype) for window, seen in step.near.items()}
-        output = super().attend_projected(norms, qkv, replace(step, mask=mask, near=near), own, *more)
+    def attention(self, weights, x, apart, step, cache):
+        if isinstance(cache, NoCache):  # of training, which has PyTorch's operations on a GPU too
+            return Operations.attention(self, weights, x, apart, step, cache)
+        dtype = weights.norm.weight.dtype
+        own = KVCache(cache.keys.to(dtype), cache.values.to(dtype))
+        mask = step.mask if step.mask is None or step.mask.dtype != torch.bool else additive(step.mask, dtype)
+        near = {window: additive(seen, dtype) for window, seen in step.near.items()}
+        output = super().attention(weights, x, apart, replace(step, mask=mask, near=near), own)
         cache.keys.copy_(own.keys)
         cache.values.copy_(own.values)
         return output
@@ -82,11 +85,10 @@ class Counted(TorchDispatchMode):
 
 def join(generator):
     """Give a model the weights that its loader makes for a GPU."""
-    for attention, mlp in generator.model.weights.layers:
-        for own, names in ((attention, ("qkv", "o")), (mlp, ("gate_up", "down"))):
-            for name in names:
-                if len(getattr(own, name)) > 1:
-                    setattr(own, name, JoinedLinears(getattr(own, name)))
+    for own in generator.model.weights.sublayers:
+        for name in ("column_parallel", "row_parallel"):
+            if len(getattr(own, name)) > 1:
+                setattr(own, name, JoinedLinears(getattr(own, name)))
 
 
 @pytest.mark.parametrize(

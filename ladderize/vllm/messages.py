@@ -127,7 +127,6 @@ def _start(partial: Tensor, total: Tensor | None, reads: Tensor, messages: str) 
         sender.in_flight.popleft().wait()
     sender.forward = forward
     collectives: Any = sender.collectives
-    collectives.tidy()
     if total is not None:
         sender.in_flight.append(collectives.all_reduce_async(partial, total))
         return

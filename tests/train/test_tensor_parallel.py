@@ -185,8 +185,8 @@ def test_a_teacher_takes_what_is_frozen_and_equal(tmp_path, tied):
     teacher = build(Layout.dense(4), (), student)
     theirs = dict(student.named_parameters())
     apart = {name for name, value in teacher.named_parameters() if theirs.get(name) is not value}
-    layer = r"(attentions|mlps)\.2\."
-    assert all(re.match(layer, name) or re.match(r"(attentions\.0\.o|mlps\.0\.gate_up)\.", name) for name in apart)
+    layer = r"sublayers\.[45]\."
+    assert all(re.match(layer, name) or re.match(r"sublayers\.(0\.row|1\.column)_parallel\.", name) for name in apart)
     assert not any(re.match(layer, name) for name in theirs.keys() & dict(teacher.named_parameters()).keys() - apart)
     assert all(not value.requires_grad for value in teacher.parameters())
 

@@ -300,9 +300,10 @@ class ParallelLlama(TPLlama):
         yield
         residual, x = self.arrived(pending)
         for index in range(self.shape.layers):
-            attention, mlp = self.weights.attention(index), self.weights.mlp(index)
-            (partial_sum,) = self.partials(2 * index, attention, x, None, step, cache)
-            (mlp_sum,) = self.partials(2 * index + 1, mlp, x, None, step, cache)
+            numbers = 2 * index, 2 * index + 1
+            attention, mlp = map(self.weights.take_sublayer, numbers)
+            (partial_sum,) = self.partials(numbers[0], attention, x, None, step, cache)
+            (mlp_sum,) = self.partials(numbers[1], mlp, x, None, step, cache)
             for bias in (self.scaled(attention.bias), self.scaled(mlp.bias)):
                 residual, _ = self.add_bias(residual, residual, bias)
             pending = PendingSum(self.collectives, residual, None, partial_sum + mlp_sum)
