@@ -37,7 +37,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
 from ladderize.runtime.collectives import emulated
 from ladderize.runtime.collectives.base import Collectives, Handle, NoCommunication
-from ladderize.runtime.collectives.emulated import EmulatedOnGpu, emulate
+from ladderize.runtime.collectives.emulated import Emulated, EmulatedOnGpu
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.shards import Shape, read_shape
 from ladderize.runtime.spec import WeightCache, open_generator, shape_spec
@@ -198,6 +198,12 @@ def table(args: argparse.Namespace) -> Outcome:
     return record, lines
 
 
+class Forked(EmulatedOnGpu):
+    """Emulated sums that all fork and join, also those that are waited for at once."""
+
+    all_reduce = Collectives.all_reduce
+
+
 class BlockingInPlace(EmulatedOnGpu):
     """Emulated sums, of which those that a layout waits for at once take the computing stream: no fork, no join."""
 
@@ -209,11 +215,16 @@ class BlockingInPlace(EmulatedOnGpu):
 
     def all_reduce_async(self, x: Tensor) -> Handle:
         mode = self.modes[self.sent % len(self.modes)]  # every pass sends all of its sums, in their order
+        if mode == "blocking":
+            total = self.all_reduce(x)
+            return Handle(lambda: total)
         self.sent += 1
-        if mode != "blocking":
-            return super().all_reduce_async(x)
+        return super().all_reduce_async(x)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.sent += 1
         self.reduce(x, x)
-        return Handle(lambda: x)
+        return x
 
 
 def with_idle_stream(run: Run, device: torch.device, nanoseconds: int) -> Run:
@@ -241,7 +252,7 @@ def forks(args: argparse.Namespace) -> Outcome:
             runs[f"{layout}, a long kernel on another stream"] = meanwhile
         for delay in args.delays_us:
             link, modes = Link(f"{delay:g} us", delay, None), shard.layout(layout).modes
-            senders = {"forks": emulate(args.ranks, link, device)}
+            senders = {"forks": Forked(args.ranks, link, device) if on_gpu else Emulated(args.ranks, link)}
             idles = {"thin": emulated.idle_on_gpu(), "fat": fat_idle} if on_gpu else {}
             for name, idle in idles.items():
                 senders[f"blocking in place, {name}"] = BlockingInPlace(args.ranks, link, device, modes, idle)
@@ -329,15 +340,12 @@ def rotated_products(size: tuple[int, int], args: argparse.Namespace) -> Iterato
 def pdl(args: argparse.Namespace) -> Outcome:
     """Time a chain of kernels that each read what the one before has written."""
     device, record, lines = args.device, {"kernels": LINKS, "wrong": []}, []
-    in_triton = has_triton(device)
-    is_programmatic = {"plain": False}
-    if in_triton and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
-        is_programmatic["programmatic"] = True
+    has_pdl = device.type == "cuda" and has_triton(device) and torch.cuda.get_device_capability(device) >= (9, 0)
     for programs in (1, 64):
         runs = {}
-        for name, programmatic in is_programmatic.items():
+        for name in ("plain", "programmatic") if has_pdl else ("plain",):
             x, other = torch.zeros(2, programs * 1024, device=device).unbind(0)
-            link = functools.partial(chain_link, programmatic=programmatic) if in_triton else add_one
+            link = functools.partial(chain_link, programmatic=name == "programmatic")
             replay = captured(functools.partial(chain, link, x, other), device)
             x.zero_()
             replay()
@@ -350,10 +358,6 @@ def pdl(args: argparse.Namespace) -> Outcome:
         listed = ", ".join(f"{name} {median:.3f} us" for name, median in medians.items())
         lines.append(f"pdl: each kernel, of {programs} programs, in a chain of {LINKS}: {listed}")
     return record, [*lines, *(f"pdl: WRONG: {name}" for name in record["wrong"])]
-
-
-def add_one(x: Tensor, out: Tensor) -> None:
-    torch.add(x, 1, out=out)
 
 
 def chain(link: Callable[[Tensor, Tensor], object], x: Tensor, other: Tensor) -> None:
@@ -385,14 +389,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of a sample of forks")
     parser.add_argument("--rounds", type=int, default=9, help="that are counted")
     args = parser.parse_args()
-    gc.freeze()  # a capture collects garbage first, among all objects of PyTorch otherwise
-    note = "" if args.device.type == "cuda" else " (no graph)"
+    on_gpu = args.device.type == "cuda"
+    if on_gpu:
+        gc.freeze()  # a capture collects garbage first, among all objects of PyTorch otherwise
+    note = "" if on_gpu else " (no graph)"
     note += "" if has_triton(args.device) else " (PyTorch for Triton)"
     described = environment(Ranks(0, 1, args.device)).to_dict()
     record: dict[str, Any] = {
         "schema_version": 1,
         "environment": described,
-        "graph": args.device.type == "cuda",
+        "graph": on_gpu,
         "summary": [],
     }
     for name in args.measurements:
