@@ -1,10 +1,7 @@
 """The files of ``examples/`` run as they are, on the files that ``ladderize demo --out demo`` leaves."""
 
-import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,6 @@ from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.command import MODEL, write_documents
 from tests.helpers import ROOT, invoke_well, save_llama
-from tests.warm import PATIENCE
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 LAUNCHERS = {  # of accelerate launch: how many processes, and how they share the model
@@ -86,29 +82,3 @@ def test_accelerate_knows_every_key_of_a_launcher(name):
     known = {action.dest for action in launch_command_parser()._actions}
     assert not {*config.fsdp_config, *config.deepspeed_config} - known
     assert f"--config_file examples/accelerate/{file.name} " in file.read_text()
-
-
-TINY = {
-    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
-    "num_key_value_heads": 8, "num_hidden_layers": 2, "head_dim": 8, "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-}  # fmt: skip
-COMMANDS = {
-    "gpu_spd.py": ["--shape", "{shape}", "--tokens", 64, "--windows", 4, "--layers", 2],
-    "gpu_adapt.py": ["--shape", "tiny", "--seq-len", 64, "--layers", 2, "--steps", 1],
-    "gpu_domino.py": ["--shapes", "{shape}", "--tokens", 16, "--layers", 1],
-    "gpu_runtime.py whole": ["--model", "{shape}", "--prompt-len", 8, "--output-len", 4],
-    "gpu_runtime.py shard": ["--shard", "{shape}", "--prompt-len", 8, "--output-len", 4, "--batch-sizes", 1],
-}
-
-
-@pytest.mark.parametrize("script", COMMANDS)
-def test_a_part_ends_well_and_keeps_what_it_measured(tmp_path, script):
-    shape, out = tmp_path / "tiny.json", tmp_path / "out.json"
-    shape.write_text(json.dumps(TINY))
-    name, *part = script.split()
-    options = [str(one).format(shape=shape) for one in COMMANDS[script]]
-    command = [sys.executable, ROOT / "benchmarks" / name, *part, *options, "--device", "cpu", "--out", out]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(out.read_text())["environment"]

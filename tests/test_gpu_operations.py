@@ -3,6 +3,7 @@
 A GPU runs them for real: tests/test_gpu.py.
 """
 
+import importlib
 import os
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from ladderize.runtime.operations import Operations
 from ladderize.runtime.step import additive
 from tests import test_cpu_operations
 from tests.groups import make_generator
-from tests.helpers import FAMILIES, make_model, random_ids
+from tests.helpers import FAMILIES, ROOT, make_model, random_ids
 from tests.test_cpu_operations import (  # noqa: F401
     assert_as_good,
     some,
@@ -117,3 +118,25 @@ def test_virtual_ranks_are_computed_at_once(tmp_path, name, family):
             found.append(torch.stack(steps))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
     assert products.count == 4 * generator.model.shape.layers + 1  # and the output layer's
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_the_split_product_of_the_benchmark(rows, monkeypatch):
+    """In every form, over sizes that no tile divides; a second product finds what the first has left behind."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    kernels = importlib.import_module("gpu_triton")
+    width, inner = some(16, 37, 70), some(32, 100, 129)
+    x, weights = torch.randn(rows, inner), torch.randn(2, width, inner)
+    for padded in (1, 16) if rows == 1 else (16,):
+        for splits in (1, 2, 3):
+            product = kernels.SplitProduct(x, width, kernels.Tiling(16, some(16, 32), 1, 2, splits, padded))
+            for weight in weights:
+                torch.testing.assert_close(product(weight), x @ weight.T, rtol=1e-4, atol=1e-4)
+            assert not product.arrivals.any()
+
+
+def test_the_chain_of_the_benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    x, out = torch.randn(2, 2048).unbind(0)
+    importlib.import_module("gpu_triton").chain_link(x, out, programmatic=False)
+    torch.testing.assert_close(out, x + 1)
