@@ -32,12 +32,12 @@ def serve(pipe, prepare, *args) -> None:
     os._exit(0)
 
 
-def make_model(folder: str) -> None:
+def make_model(folder: str, shape: Path = SHAPE) -> None:
     import torch
     import transformers
 
     config = transformers.LlamaConfig(
-        **json.loads(SHAPE.read_text()), bos_token_id=1, eos_token_id=None, pad_token_id=0
+        **json.loads(shape.read_text()), bos_token_id=1, eos_token_id=None, pad_token_id=0
     )
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)

@@ -1,6 +1,6 @@
 """Where a prefill and a decode step of the runtime go on two cores, operation by operation.
 
-    python benchmarks/profile_cpu.py [--out benchmarks/results/profile_cpu.json]
+    python benchmarks/profile_cpu.py [--prompt-len 1024] [--out benchmarks/results/profile_cpu.json]
 
 The bfloat16 Llama of decode_cpu.py over shm, both ranks at work. Every call of a product, a compiled kernel, a copy
 into shared memory and a wait is timed; what is left of a pass is Python, and what PyTorch does beside (embedding,
@@ -16,15 +16,16 @@ from pathlib import Path
 
 from decode_cpu import in_group, make_model
 
-PROMPT, STEPS = 128, 16
+STEPS = 16
 NAMES = {"rms_norm": "norms", "gated": "silu * up", "rotate": "rope, KV cache", "attend": "attention"}
 
 
-def profiled(rank: int, store: str, folder: str, batch: int, rounds: int, results: str) -> None:
+def profiled(rank: int, store: str, folder: str, batch: int, prompt: int, rounds: int, results: str) -> None:
     import torch
 
     in_group(rank, store)
     from ladderize.ranks.group import Ranks
+    from ladderize.runtime import cpu_operations
     from ladderize.runtime.collectives.choose import choose
     from ladderize.runtime.collectives.shm import SharedMemory
     from ladderize.runtime.decode import Sampling, sample
@@ -44,18 +45,19 @@ def profiled(rank: int, store: str, folder: str, batch: int, rounds: int, result
         return call
 
     Linear.__call__ = timed("products", Linear.__call__)
+    cpu_operations.attend = timed("attention", cpu_operations.attend)  # of prompts
     SharedMemory._take = timed("waiting", SharedMemory._take)
     SharedMemory._post = timed("copies to shared memory", SharedMemory._post)
     SharedMemory._sum = timed("sums, residual", SharedMemory._sum)
     group = Ranks(rank, 2, torch.device("cpu"))
-    collectives, _ = choose("shm", group, max_bytes=4 * PROMPT * 8192 * batch)
+    collectives, _ = choose("shm", group, max_bytes=4 * prompt * 8192 * batch)
     weights = WeightCache(group.device, pack=True)
     spec = checkpoint_spec(folder, tp_size=2)
-    generator = open_generator(spec, collectives, weights, group, batch, PROMPT + STEPS + 1)
+    generator = open_generator(spec, collectives, weights, group, batch, prompt + STEPS + 1)
     operations = generator.model.operations
     for kernel, name in NAMES.items():
         setattr(operations, f"_{kernel}", timed(name, getattr(operations, f"_{kernel}")))
-    ids = torch.randint(3, 8000, (batch, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = torch.randint(3, 8000, (batch, prompt), generator=torch.Generator().manual_seed(0)).tolist()
     draws = torch.zeros(batch, STEPS)
     found: dict[str, list[dict[str, float]]] = {"prefill": [], "decode": []}
 
@@ -85,6 +87,7 @@ def profiled(rank: int, store: str, folder: str, batch: int, rounds: int, result
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     import torch
@@ -93,7 +96,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_model(folder)
         for batch in (1, 8):
-            arguments = f"{folder}/store{batch}", folder, batch, args.rounds, f"{folder}/medians"
+            arguments = f"{folder}/store{batch}", folder, batch, args.prompt_len, args.rounds, f"{folder}/medians"
             torch.multiprocessing.spawn(profiled, arguments, nprocs=2)
             for phase, parts in json.loads(Path(f"{folder}/medians").read_text()).items():
                 table[f"{phase}, batch {batch}"] = parts
@@ -103,7 +106,10 @@ def main() -> None:
         print(f"{name:26}" + "".join(f"{parts.get(name, 0.0):20.2f}" for parts in table.values()))
     if args.out:
         args.out.write_text(
-            json.dumps({"schema_version": 1, "torch": torch.__version__, "medians_ms": table}, indent=1)
+            json.dumps(
+                {"schema_version": 1, "torch": torch.__version__, "prompt_len": args.prompt_len, "medians_ms": table},
+                indent=1,
+            )
         )
 
 

@@ -99,18 +99,18 @@ def turns(rows, tokens, dim):
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def random_cache(batch, kv_heads, columns, dim):
-    size = 2, batch, kv_heads, columns, dim
-    return KVCache(torch.randn(size), torch.randn(size))
-
-
-def copied(cache):
-    return KVCache(cache.keys.clone(), cache.values.clone())
+def random_cache(batch, kv_heads, columns, dim, dtype):
+    """In the dtype of the pass, or in another one, which the kernels do not read where it lies."""
+    size, kept = (2, batch, kv_heads, columns, dim), some(dtype, dtype, torch.float32)
+    return KVCache(torch.randn(size).to(kept), torch.randn(size).to(kept))
 
 
 def compare(compiled, case, x, step, cache, dtype):
     weights, _, _ = case
-    caches = [cache, copied(cache), copied(cache)]
+    caches = [
+        KVCache(cache.keys.to(kind, copy=True), cache.values.to(kind, copy=True))
+        for kind in (cache.keys.dtype, cache.keys.dtype, torch.float32)
+    ]
     runs = (compiled, weights, x), (Operations(), weights, x), (Operations(), wide(weights), x.float())
     found = [by.attention(own, read, None, step, into) for (by, own, read), into in zip(runs, caches, strict=True)]
     assert_as_good(*found)
@@ -124,7 +124,7 @@ def compare(compiled, case, x, step, cache, dtype):
 def test_one_token(compiled, dtype, norms, dim):
     case = attention_case(dtype, dim=dim, norms=norms, rope=some(True, False))
     batch, length = some(1, 3), some(1, 5, 64, 65, 200)
-    cache = random_cache(batch, case[1].own_kv_heads, length + 3, dim)
+    cache = random_cache(batch, case[1].own_kv_heads, length + 3, dim, dtype)
     x = torch.randn(batch, 1, case[2]).to(dtype)
     seen = torch.rand(batch, 1, 1, length) < 0.7
     seen[..., -1] = True
@@ -135,7 +135,7 @@ def test_one_token(compiled, dtype, norms, dim):
     columns = torch.randint(length, (1,))
     mask = (torch.arange(length) <= columns)[None, None, None]
     compare(compiled, case, x, Step(turns(batch, 1, dim), columns, length, mask), cache, dtype)
-    larger = random_cache(batch + 2, case[1].own_kv_heads, length, dim).batch_rows(1, batch + 1)
+    larger = random_cache(batch + 2, case[1].own_kv_heads, length, dim, dtype).batch_rows(1, batch + 1)
     compare(compiled, case, x, Step(turns(1, 1, dim), length - 1, length), larger, dtype)
     # a step whose first columns are hidden from it, by more than the kernel looks at together
     mask = (torch.arange(length) >= length // 2)[None, None, None]
@@ -149,7 +149,7 @@ def test_prompts(compiled, dtype, window, dim):
     case = attention_case(dtype, dim=dim, rope=some(True, False), window=window)
     batch, tokens = some(1, 3), some(2, 9, 64, 67, 130)
     windows = [] if window is None else [window]
-    cache = random_cache(batch, case[1].own_kv_heads, tokens + 3, dim)
+    cache = random_cache(batch, case[1].own_kv_heads, tokens + 3, dim, dtype)
     x = torch.randn(batch, tokens, case[2]).to(dtype)
     padding = torch.randint(tokens, (batch, 1, 1, 1))
     places = torch.arange(tokens)
@@ -175,7 +175,7 @@ def test_parts_of_a_prompt(compiled, dtype, dim):
     places = torch.arange(length)
     later = (places <= places[before:, None])[None, None]
     steps = Step(factors[:, :before], 0, before, causal=True), Step(factors[:, before:], before, length, later)
-    cache = random_cache(1, case[1].own_kv_heads, length, dim)
+    cache = random_cache(1, case[1].own_kv_heads, length, dim, dtype)
     for step, part in zip(steps, (x[:, :before], x[:, before:]), strict=True):
         compare(compiled, case, part, step, cache, dtype)
     weights, _, _ = case
@@ -196,12 +196,12 @@ def test_what_is_no_number_stays_visible(compiled, dtype):
     assert not normed[0, 1].isfinite().all()
     assert normed[0, 0].isfinite().all()
     case = attention_case(dtype, dim=16)
-    cache = random_cache(1, case[1].own_kv_heads, 3, 16)
+    cache = random_cache(1, case[1].own_kv_heads, 3, 16, dtype)
     seen = compiled.attention(case[0], x, None, Step(turns(1, 3, 16), 0, 0, causal=True), cache)
     assert not seen[0, 1].isfinite().all()
     assert not seen[0, 2].isfinite().all()
     case = attention_case(dtype, dim=16)
-    cache = random_cache(1, case[1].own_kv_heads, 3, 16)
+    cache = random_cache(1, case[1].own_kv_heads, 3, 16, dtype)
     cache.keys[1, 0, :, 1] = bad
     seen = compiled.attention(case[0], x[:, :1], None, Step(turns(1, 1, 16), 2, 3), cache)
     if bad != bad:  # an infinite score may weigh nothing

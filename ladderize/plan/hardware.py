@@ -51,7 +51,6 @@ class EngineFacts(Record):
     source: str
     # by the kind of the wires: the kernels of all-reduces that it chooses among, and the most ranks that each takes
     collectives: dict[str, dict[str, int]] = field(default_factory=dict)
-    cache_bytes: int | None = None  # of a number in the KV cache; None: as the weights
     # operations, views included, that the host starts one by one in a prefill; 0 where it does not matter (CPUs), or a
     # CUDA graph starts them all
     attention_launches: int = 0

@@ -234,7 +234,6 @@ class _Pass:
     def scores(self, window: int | None) -> float:
         """Return the time of queries times keys, softmax, and times values, in a layer with this window."""
         engine, shape, (least, most) = self.engine, self.shape, self.seen
-        width = self.width if engine.cache_bytes is None else engine.cache_bytes
         heads = shape.own_heads if engine.kv_per_query_head else shape.own_kv_heads
         seen = (least + most) / 2  # keys, on average
         if window is not None and window < most:
@@ -242,7 +241,7 @@ class _Pass:
             seen = (inside * (least + window - 1) / 2 + (count - inside) * window) / count
         # a decode step reads the keys that it sees; a prompt reads each key once for many tokens
         columns = seen if self.tokens == 1 else most
-        cache = 2 * self.batch * heads * columns * shape.head_dim * width
+        cache = 2 * self.batch * heads * columns * shape.head_dim * self.width
         pairs = self.batch * shape.own_heads * self.tokens * seen
         written = engine.score_passes * pairs * self.width if self.tokens > 1 else 0.0
         return _roofline(self.device, 4 * pairs * shape.head_dim, cache, self.flop_s) + self.other(0, written)

@@ -269,9 +269,8 @@ def memory_need(serving: Serving, layout: Layout) -> int:
     heads = shape.own_heads + 2 * shape.own_kv_heads
     token = width * (3 * shape.hidden + 3 * shape.own_inner) + 4 * heads * shape.head_dim + TOKEN_ID_BYTES
     weights = weight_bytes(shape, width, packed=False, projections=1 if serving.is_fp8 else None)
-    cached = width if serving.engine.cache_bytes is None else serving.engine.cache_bytes
     prefill = batch * (serving.prompt_len * token + width * shape.vocab)
-    return weights + cache_bytes(shape, layout, batch, columns, cached) + prefill
+    return weights + cache_bytes(shape, layout, batch, columns, width) + prefill
 
 
 def fits(device: DeviceSpec, need: int) -> bool | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ladderize.runtime.collectives.differentiable import Stream, whole
 from ladderize.runtime.kv_cache import KVCache, NoCache
 from ladderize.runtime.layers import RMSNorm, Sublayer
-from ladderize.runtime.native.library import BLOCK, LANES, TYPES, Cache, Heads, Seen, address
+from ladderize.runtime.native.library import TYPES, Cache, Heads, address
 from ladderize.runtime.operations import Operations, attend
 from ladderize.runtime.step import Step
 
@@ -40,7 +40,7 @@ class CpuOperations(Operations):
         return out
 
     def attend_projected(self, weights: Sublayer, qkv: Tensor, step: Step, cache: KVCache) -> Tensor:
-        if isinstance(cache, NoCache) or not isinstance(step.columns, int):
+        if isinstance(cache, NoCache) or not isinstance(step.columns, int) or cache.keys.dtype != qkv.dtype:
             return super().attend_projected(weights, qkv, step, cache)
         shape, decoder, index = weights.shape, weights.shape.decoder, weights.layer
         batch, tokens, _ = qkv.shape
@@ -49,7 +49,7 @@ class CpuOperations(Operations):
         if rope is not None and (rope.shape[0] not in (1, batch) or rope.shape[1:] != (tokens, 1, dim // 2)):
             raise ValueError(f"rope factors {tuple(rope.shape)} of {batch} x {tokens} tokens with heads of {dim}")
         rope_row = 0 if rope is None or rope.shape[0] == 1 else tokens * dim
-        query = torch.empty(batch, tokens, heads, dim)
+        query = qkv.new_empty(batch, tokens, heads, dim)
         keys, values = cache.keys[index], cache.values[index]  # of a head its columns side by side
         strides_and_sizes = *keys.stride()[:2], step.columns, keys.shape[0], keys.shape[2]
         layer = Cache(keys.data_ptr(), values.data_ptr(), *strides_and_sizes)
@@ -64,29 +64,23 @@ class CpuOperations(Operations):
         mask, causal = step.seen(decoder.windows[index])
         length = step.length or tokens
         scale = dim**-0.5 if decoder.attention_scale is None else decoder.attention_scale
-        if tokens > 1 and dim % LANES:
-            kept = cache.read(index, length)
-            return attend(query.transpose(1, 2), *kept, mask, causal, scale=scale).to(qkv.dtype)
-        out = qkv.new_empty(batch, tokens, heads * dim)
-        blocks = 0 if tokens == 1 else -(-length // BLOCK)
-        room = torch.empty(self.threads, blocks * BLOCK * dim)
-        seen = _seen(mask, causal, (batch, tokens, length))
+        if tokens > 1:
+            return attend(query.transpose(1, 2), *cache.read(index, length), mask, causal, scale=scale)
+        out = qkv.new_empty(batch, 1, heads * dim)
         failed = self._attend(
-            *(kind, size, query.data_ptr(), byref(layer), byref(seen), length, scale),
-            *(out.data_ptr(), room.data_ptr(), self.threads),
+            *(kind, size, query.data_ptr(), byref(layer), *_seen(mask, batch, length), length, scale),
+            *(out.data_ptr(), self.threads),
         )
         if failed:
             raise IndexError(f"the KV cache has no {length} columns")
         return out
 
 
-def _seen(mask: Tensor | None, causal: bool, size: tuple[int, int, int]) -> Seen:
-    """Return a mask, bool [batch or 1, 1, tokens, columns in view], for the kernels. Raises ValueError for another
-    dtype or ``size`` (rows, tokens and columns in view)."""
+def _seen(mask: Tensor | None, rows: int, length: int) -> tuple[int | None, int]:
+    """Return the address of a mask, bool [rows or 1, 1, 1, length], and the bytes from one row's to the next."""
     if mask is None:
-        return Seen(None, 0, 0, causal)
-    row, _, token, column = mask.stride()
-    fits = mask.shape[0] in (1, size[0]) and mask.shape[1:] == (1, *size[1:]) and column == 1
+        return None, 0
+    fits = mask.shape[0] in (1, rows) and mask.shape[1:] == (1, 1, length) and mask.stride(3) == 1
     if mask.dtype != torch.bool or not fits:
-        raise ValueError(f"a mask of {mask.dtype} {tuple(mask.shape)} where rows, tokens and columns are {size}")
-    return Seen(mask.data_ptr(), row if mask.shape[0] > 1 else 0, token, False)
+        raise ValueError(f"a mask of {mask.dtype} {tuple(mask.shape)} for {rows} tokens that look at {length} columns")
+    return mask.data_ptr(), mask.stride(0) if mask.shape[0] > 1 else 0

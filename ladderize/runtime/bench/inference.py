@@ -244,8 +244,7 @@ def needed_bytes(specs: list[ModelSpec], options: BenchOptions, device: torch.de
             continue
         width = spec.torch_dtype.itemsize
         weights[spec.weights_key(shape)] = weight_bytes(shape, width, packed=on_cpu)
-        numbers = 4 if on_cpu else width  # see KVCache
-        caches.add(cache_bytes(shape, spec.layout, max(options.batch_sizes), options.columns, numbers))
+        caches.add(cache_bytes(shape, spec.layout, max(options.batch_sizes), options.columns, width))
     for spec in checked_specs(specs, options) if options.emulate_tp is not None else ():
         shape = Shape.from_config(spec.config, tp_size=1, rank=0)
         whole[spec.weights_key(shape)] = weight_bytes(shape, spec.torch_dtype.itemsize, packed=on_cpu)

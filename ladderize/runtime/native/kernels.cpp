@@ -5,7 +5,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <omp.h>
+#include <utility>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -105,9 +108,9 @@ void sum(const char *messages, int64_t stride, int64_t ranks, const T *residual,
     }
 }
 
-// One layer of the KV cache, float: a column of a row's head is head_dim numbers.
+// One layer of the KV cache, in the type of the pass: a column of a row's head is head_dim numbers.
 struct Cache {
-    float *keys, *values;
+    void *keys, *values;
     int64_t row, head; // strides, in numbers
     int64_t column; // the first one of a pass's tokens
     int64_t all_rows, all_columns; // that there are
@@ -128,8 +131,8 @@ inline bool has_room(const Cache &cache, const Heads &size, int64_t length) {
 // qkv: [batch, tokens, (heads + 2 kv_heads) * dim]. norms: [heads + kv_heads, dim], or null. rope: pairs (cos, sin)
 // [batch or 1, tokens, dim / 2], or null; rope_row: numbers from one row's to the next. query: [batch, tokens, heads, dim].
 template <typename T>
-void rotate(const Heads &size, const T *qkv, const float *norms, float eps, const float *rope, int64_t rope_row,
-            float *query, const Cache &cache, int threads) {
+void rotate(const Heads &size, const T *qkv, const float *norms, float eps, const float *rope, int64_t rope_row, T *query,
+            const Cache &cache, int threads) {
     const int64_t batch = size.batch, tokens = size.tokens, heads = size.heads, kv_heads = size.kv_heads, dim = size.dim;
 #pragma omp parallel for if (threads > 1) num_threads(threads)
     for (int64_t place = 0; place < batch * tokens; ++place) {
@@ -137,40 +140,28 @@ void rotate(const Heads &size, const T *qkv, const float *norms, float eps, cons
         const T *from = qkv + place * (heads + 2 * kv_heads) * dim;
         const float *turn = rope ? rope + row * rope_row + token * dim : nullptr;
         const int64_t column = (cache.column + token) * dim;
+        float turned[dim];
         for (int64_t head = 0; head < heads + 2 * kv_heads; ++head, from += dim) {
-            const int64_t own = head - heads, value = own - kv_heads;
-            float *to = own < 0     ? query + (place * heads + head) * dim
-                        : value < 0 ? cache.keys + cache.place(row, own) + column
-                                    : cache.values + cache.place(row, value) + column;
+            const int64_t key = head - heads, value = key - kv_heads;
+            T *to = key < 0     ? query + (place * heads + head) * dim
+                    : value < 0 ? (T *)cache.keys + cache.place(row, key) + column
+                                : (T *)cache.values + cache.place(row, value) + column;
             if (norms && value < 0)
-                norm_row(from, norms + head * dim, eps, dim, to);
+                norm_row(from, norms + head * dim, eps, dim, turned);
             else
-                for (int64_t i = 0; i < dim; ++i) to[i] = get(from[i]);
+                for (int64_t i = 0; i < dim; ++i) turned[i] = get(from[i]);
             for (int64_t i = 0; turn && value < 0 && i < dim; i += 2) {
-                const float a = to[i], b = to[i + 1];
-                to[i] = a * turn[i] - b * turn[i + 1];
-                to[i + 1] = a * turn[i + 1] + b * turn[i];
+                const float a = turned[i], b = turned[i + 1];
+                turned[i] = a * turn[i] - b * turn[i + 1];
+                turned[i + 1] = a * turn[i + 1] + b * turn[i];
             }
+            for (int64_t i = 0; i < dim; ++i) put(to[i], turned[i]);
         }
     }
 }
 
-inline float dot(const float *a, const float *b, int64_t dim) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < dim; ++i) sum += a[i] * b[i];
-    return sum;
-}
-
-// Which columns a token sees: those of `bytes` that are not 0, [batch or 1, tokens, columns] with strides; null: all of
-// them, or with `causal` those up to its own, where the last token's is the last one. Who sees none gets 0.
-struct Seen {
-    const uint8_t *bytes;
-    int64_t row, token, causal;
-};
-
 constexpr float NOTHING = -__builtin_inff();
-constexpr int64_t BLOCK = 64; // columns whose scores are held at a time
+constexpr int64_t BLOCK = 64, TOGETHER = 4; // columns whose scores are held, queries that share what is loaded
 
 // What softmax makes of `count` scores that follow others: scores become shares, `most` and `total` go on. Returns what
 // the sums so far are multiplied by.
@@ -192,150 +183,145 @@ inline float soften(float *scores, int64_t count, float &most, float &total) {
     return shrink;
 }
 
-// One query of one token. DIM: head_dim where the compiler knows it, else 0.
-template <int64_t DIM, typename T>
-void attend_head(const float *query, const float *keys, const float *values, const uint8_t *seen, int64_t length,
-                 int64_t any_dim, float scale, T *out) {
-    const int64_t dim = DIM ? DIM : any_dim;
-    float scores[BLOCK], sum[dim], most = NOTHING, total = 0;
-    for (int64_t i = 0; i < dim; ++i) sum[i] = 0;
-    for (int64_t begin = 0; begin < length; begin += BLOCK) {
-        const int64_t count = length - begin < BLOCK ? length - begin : BLOCK;
-        for (int64_t i = 0; i < count; ++i)
-            scores[i] = !seen || seen[begin + i] ? dot(query, keys + (begin + i) * dim, dim) * scale : NOTHING;
-        const float shrink = soften(scores, count, most, total);
-        for (int64_t i = 0; i < dim; ++i) sum[i] *= shrink;
-        for (int64_t column = 0; column < count; ++column) {
-            const float *value = values + (begin + column) * dim;
-#pragma omp simd
-            for (int64_t i = 0; i < dim; ++i) sum[i] += scores[column] * value[i];
-        }
-    }
-    for (int64_t i = 0; i < dim; ++i) put(out[i], total ? sum[i] / total : 0.0f);
+#ifdef __AVX512F__
+constexpr int LANES = 16; // numbers of a vector
+#else
+constexpr int LANES = 8;
+#endif
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+inline Vector load(const float *from) { return *(const Floats *)from; }
+inline Vector load(const bfloat16 *from) {
+#ifdef __AVX512F__ // of what stands below GCC makes four times as many instructions
+    return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#else
+    return (Vector)(__builtin_convertvector(*(const Halves *)from, Words) << 16);
+#endif
+}
+inline void store(float *to, Vector x) { *(Floats *)to = x; }
+
+// Begins to load `count` numbers that are read a block later. Without it memory gives half of its rate.
+template <typename T> inline void prefetch(const T *from, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
 }
 
-typedef float Vector __attribute__((vector_size(64)));
-typedef float Loose __attribute__((vector_size(64), aligned(4), may_alias));
-constexpr int64_t LANES = 16, QUERIES = 8; // numbers of a vector; queries that share what is loaded
+// Lanes come in groups of 2 * HALF. Returns the sums of the halves of a's groups, then of b's.
+template <int HALF, size_t... LANE> inline Vector halved(Vector a, Vector b, std::index_sequence<LANE...>) {
+    constexpr int MIDDLE = LANES / 2;
+#define FIRST (LANE / MIDDLE * LANES + LANE % MIDDLE / HALF * 2 * HALF + LANE % HALF)
+#if __has_builtin(__builtin_shufflevector)
+    return __builtin_shufflevector(a, b, FIRST...) + __builtin_shufflevector(a, b, (FIRST + HALF)...);
+#else
+    return __builtin_shuffle(a, b, Words{FIRST...}) + __builtin_shuffle(a, b, Words{(FIRST + HALF)...});
+#endif
+#undef FIRST
+}
 
-inline Vector load(const float *from) { return *(const Loose *)from; }
-inline void store(float *to, Vector x) { *(Loose *)to = x; }
+// The sum of each of 2 * LANES / WIDTH vectors, in their order, where those of WIDTH lanes are wanted.
+template <int WIDTH = 1> inline Vector sums(const Vector *vectors) {
+    if constexpr (WIDTH == LANES)
+        return *vectors;
+    else
+        return halved<WIDTH>(sums<2 * WIDTH>(vectors), sums<2 * WIDTH>(vectors + LANES / WIDTH / 2),
+                             std::make_index_sequence<LANES>());
+}
 
-// scores[QUERIES][BLOCK] of QUERIES queries [dim] and keys [dim][BLOCK].
-inline void score_block(const float *const *queries, const float *keys, int64_t dim, float scale, float *scores) {
-    for (int64_t half = 0; half < BLOCK; half += 2 * LANES) {
-        Vector sum[QUERIES][2] = {};
-        for (int64_t i = 0; i < dim; ++i) {
-            const Vector a = load(keys + i * BLOCK + half), b = load(keys + i * BLOCK + half + LANES);
-#pragma GCC unroll 8
-            for (int64_t q = 0; q < QUERIES; ++q) {
-                sum[q][0] += queries[q][i] * a;
-                sum[q][1] += queries[q][i] * b;
+// scores[QUERIES][BLOCK] of queries [dim] and `count` keys [column][dim].
+template <int QUERIES, typename T>
+inline void score(const float *const *queries, const T *keys, int64_t count, int64_t dim, float scale, float *scores) {
+    for (int64_t begin = 0; begin < count; begin += LANES) {
+        Vector products[QUERIES][LANES];
+        for (int64_t column = 0; column < LANES; ++column) {
+            const T *key = keys + (begin + column < count ? begin + column : count - 1) * dim;
+            prefetch(key + BLOCK * dim, dim);
+            Vector sum[QUERIES] = {};
+            int64_t i = 0;
+            for (; i + LANES <= dim; i += LANES) {
+                const Vector loaded = load(key + i);
+#pragma GCC unroll 4
+                for (int q = 0; q < QUERIES; ++q) sum[q] += load(queries[q] + i) * loaded;
             }
+            for (; i < dim; ++i)
+                for (int q = 0; q < QUERIES; ++q) sum[q][0] += queries[q][i] * get(key[i]);
+#pragma GCC unroll 4
+            for (int q = 0; q < QUERIES; ++q) products[q][column] = sum[q];
         }
-#pragma GCC unroll 8
-        for (int64_t q = 0; q < QUERIES; ++q) {
-            store(scores + q * BLOCK + half, sum[q][0] * scale);
-            store(scores + q * BLOCK + half + LANES, sum[q][1] * scale);
-        }
+        for (int q = 0; q < QUERIES; ++q) store(scores + q * BLOCK + begin, sums(products[q]) * scale);
     }
 }
 
-// sums[4][dim], shrunk, plus shares[4][BLOCK] times `count` values [column][dim]: VECTORS vectors of them.
-template <int VECTORS>
-inline void add_values(float *sums, const float *shrink, const float *shares, const float *values, int64_t count,
-                       int64_t dim) {
-    Vector sum[4][VECTORS];
-    for (int64_t q = 0; q < 4; ++q)
+// Adds shares[QUERIES][BLOCK] times `count` values [column][dim] to VECTORS vectors of sums[QUERIES][dim], shrunk first.
+template <int QUERIES, int VECTORS, typename T>
+inline void add_values(float *sums, const float *shrink, const float *shares, const T *values, int64_t count, int64_t dim) {
+    Vector sum[QUERIES][VECTORS];
+    for (int q = 0; q < QUERIES; ++q)
         for (int v = 0; v < VECTORS; ++v) sum[q][v] = load(sums + q * dim + v * LANES) * shrink[q];
     for (int64_t column = 0; column < count; ++column) {
-        Vector value[VECTORS];
+        prefetch(values + (column + BLOCK) * dim, VECTORS * LANES);
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; ++v) value[v] = load(values + column * dim + v * LANES);
+        for (int v = 0; v < VECTORS; ++v) {
+            const Vector value = load(values + column * dim + v * LANES);
 #pragma GCC unroll 4
-        for (int64_t q = 0; q < 4; ++q)
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; ++v) sum[q][v] += shares[q * BLOCK + column] * value[v];
+            for (int q = 0; q < QUERIES; ++q) sum[q][v] += shares[q * BLOCK + column] * value;
+        }
     }
-    for (int64_t q = 0; q < 4; ++q)
+    for (int q = 0; q < QUERIES; ++q)
         for (int v = 0; v < VECTORS; ++v) store(sums + q * dim + v * LANES, sum[q][v]);
 }
 
-// The queries of one KV head for all tokens of a row, QUERIES at a time: those of a token's heads, then of the next
-// token's. turned: room for the keys [blocks][dim][BLOCK]. dim: a multiple of LANES.
-template <typename T>
-void attend_tokens(const Heads &size, int64_t row, int64_t kv_head, const float *query, const float *keys,
-                   const float *values, const Seen &seen, int64_t length, float scale, T *out, float *turned) {
-    const int64_t dim = size.dim, group = size.heads / size.kv_heads, count = size.tokens * group;
-    for (int64_t column = 0; column < length; ++column)
-        for (int64_t i = 0; i < dim; ++i)
-            turned[(column / BLOCK * dim + i) * BLOCK + column % BLOCK] = keys[column * dim + i];
-    float sums[QUERIES * dim], scores[QUERIES * BLOCK];
-    for (int64_t first = 0; first < count; first += QUERIES) {
-        const int64_t own = count - first < QUERIES ? count - first : QUERIES;
-        const float *queries[QUERIES];
-        int64_t at[QUERIES], token[QUERIES];
-        float most[QUERIES], total[QUERIES], shrink[QUERIES];
-        for (int64_t q = 0; q < QUERIES; ++q) {
-            const int64_t number = first + (q < own ? q : own - 1); // what is too much repeats the last one
-            token[q] = number / group;
-            at[q] = ((row * size.tokens + token[q]) * size.heads + kv_head * group + number % group) * dim;
-            queries[q] = query + at[q], most[q] = NOTHING, total[q] = 0;
-            for (int64_t i = 0; i < dim; ++i) sums[q * dim + i] = 0;
-        }
-        const int64_t end = seen.causal ? length - size.tokens + token[QUERIES - 1] + 1 : length;
-        for (int64_t begin = 0; begin < end; begin += BLOCK) {
-            const int64_t columns = end - begin < BLOCK ? end - begin : BLOCK;
-            score_block(queries, turned + begin * dim, dim, scale, scores);
-            for (int64_t q = 0; q < QUERIES; ++q) {
-                float *of_query = scores + q * BLOCK;
-                const int64_t last = seen.causal ? length - size.tokens + token[q] - begin : columns - 1;
-                for (int64_t i = last < 0 ? 0 : last + 1; i < columns; ++i) of_query[i] = NOTHING;
-                if (seen.bytes) {
-                    const uint8_t *sees = seen.bytes + row * seen.row + token[q] * seen.token + begin;
-                    for (int64_t i = 0; i < columns; ++i) of_query[i] = sees[i] ? of_query[i] : NOTHING;
-                }
-                shrink[q] = soften(of_query, columns, most[q], total[q]);
-            }
-            for (int64_t q = 0; q < QUERIES; q += 4)
-                for (int64_t i = 0; i < dim;) {
-                    const float *value = values + begin * dim + i;
-                    if (dim - i >= 4 * LANES) {
-                        add_values<4>(sums + q * dim + i, shrink + q, scores + q * BLOCK, value, columns, dim);
-                        i += 4 * LANES;
-                    } else {
-                        add_values<1>(sums + q * dim + i, shrink + q, scores + q * BLOCK, value, columns, dim);
-                        i += LANES;
-                    }
-                }
-        }
-        for (int64_t q = 0; q < own; ++q)
-            for (int64_t i = 0; i < dim; ++i) put(out[at[q] + i], total[q] ? sums[q * dim + i] / total[q] : 0.0f);
+// The `count` queries of one token that share a KV head; to make QUERIES of them, the last one is repeated.
+template <int QUERIES, typename T>
+void attend_together(const T *query, int64_t count, const T *keys, const T *values, const uint8_t *seen, int64_t length,
+                     int64_t dim, float scale, T *out) {
+    float wide[QUERIES * dim], sums[QUERIES * dim], scores[QUERIES * BLOCK];
+    float most[QUERIES], total[QUERIES], shrink[QUERIES];
+    const float *queries[QUERIES];
+    for (int q = 0; q < QUERIES; ++q) {
+        const T *from = query + (q < count ? q : count - 1) * dim;
+        queries[q] = wide + q * dim, most[q] = NOTHING, total[q] = 0;
+        for (int64_t i = 0; i < dim; ++i) wide[q * dim + i] = get(from[i]), sums[q * dim + i] = 0;
     }
+    for (int64_t begin = 0; begin < length; begin += BLOCK) {
+        const int64_t columns = length - begin < BLOCK ? length - begin : BLOCK;
+        score<QUERIES>(queries, keys + begin * dim, columns, dim, scale, scores);
+        for (int q = 0; q < QUERIES; ++q) {
+            float *of_query = scores + q * BLOCK;
+            for (int64_t i = 0; seen && i < columns; ++i) of_query[i] = seen[begin + i] ? of_query[i] : NOTHING;
+            shrink[q] = soften(of_query, columns, most[q], total[q]);
+        }
+        const T *value = values + begin * dim;
+        int64_t i = 0;
+        for (; i + 4 * LANES <= dim; i += 4 * LANES) add_values<QUERIES, 4>(sums + i, shrink, scores, value + i, columns, dim);
+        for (; i + LANES <= dim; i += LANES) add_values<QUERIES, 1>(sums + i, shrink, scores, value + i, columns, dim);
+        for (; i < dim; ++i)
+            for (int q = 0; q < QUERIES; ++q) {
+                float sum = sums[q * dim + i] * shrink[q];
+                for (int64_t column = 0; column < columns; ++column)
+                    sum += scores[q * BLOCK + column] * get(value[column * dim + i]);
+                sums[q * dim + i] = sum;
+            }
+    }
+    for (int64_t q = 0; q < count; ++q)
+        for (int64_t i = 0; i < dim; ++i) put(out[q * dim + i], total[q] ? sums[q * dim + i] / total[q] : 0.0f);
 }
 
-// query: [batch, tokens, heads, dim]. length: columns in view. out: like query. room: [threads][columns in view, rounded
-// up to whole blocks][dim], where there is more than one token.
+// One token of each row. query, out: [batch, heads, dim]. length: columns in view. seen: those that are not 0, [batch or
+// 1, columns], `seen_row` bytes from one row's to the next; null: all of them. Who sees none gets 0.
 template <typename T>
-void attend(const Heads &size, const float *query, const Cache &cache, const Seen &seen, int64_t length, float scale,
-            T *out, float *room, int threads) {
-    const int64_t heads = size.heads, dim = size.dim, group = size.heads / size.kv_heads;
-    if (size.tokens == 1) {
+void attend(const Heads &size, const T *query, const Cache &cache, const uint8_t *seen, int64_t seen_row, int64_t length,
+            float scale, T *out, int threads) {
+    const int64_t dim = size.dim, group = size.heads / size.kv_heads, together = (group + TOGETHER - 1) / TOGETHER;
 #pragma omp parallel for if (threads > 1) num_threads(threads)
-        for (int64_t place = 0; place < size.batch * heads; ++place) {
-            const int64_t row = place / heads, at = cache.place(row, place % heads / group);
-            const auto kernel = dim == 64 ? attend_head<64, T> : dim == 128 ? attend_head<128, T> : attend_head<0, T>;
-            kernel(query + place * dim, cache.keys + at, cache.values + at,
-                   seen.bytes ? seen.bytes + row * seen.row : nullptr, length, dim, scale, out + place * dim);
-        }
-        return;
-    }
-    const int64_t turned = (length + BLOCK - 1) / BLOCK * BLOCK * dim;
-#pragma omp parallel for if (threads > 1) num_threads(threads)
-    for (int64_t place = 0; place < size.batch * size.kv_heads; ++place) {
-        const int64_t row = place / size.kv_heads, head = place % size.kv_heads, at = cache.place(row, head);
-        attend_tokens(size, row, head, query, cache.keys + at, cache.values + at, seen, length, scale, out,
-                      room + omp_get_thread_num() * turned);
+    for (int64_t place = 0; place < size.batch * size.kv_heads * together; ++place) {
+        const int64_t number = place / together, first = place % together * TOGETHER;
+        const int64_t row = number / size.kv_heads, at = cache.place(row, number % size.kv_heads);
+        const int64_t from = (number * group + first) * dim, count = group - first < TOGETHER ? group - first : TOGETHER;
+        const auto kernel = count == 1 ? attend_together<1, T> : count == 2 ? attend_together<2, T> : attend_together<4, T>;
+        kernel(query + from, count, (const T *)cache.keys + at, (const T *)cache.values + at,
+               seen ? seen + row * seen_row : nullptr, length, dim, scale, out + from);
     }
 }
 
@@ -368,23 +354,23 @@ void ladderize_sum(int type, const void *messages, int64_t stride, int64_t ranks
 
 // Returns 0, or 1 where the cache has no such rows or columns: then nothing was written.
 int ladderize_rotate(int type, const Heads *size, const void *qkv, const float *norms, float eps, const float *rope,
-                      int64_t rope_row, float *query, const Cache *cache, int threads) {
+                      int64_t rope_row, void *query, const Cache *cache, int threads) {
     if (!has_room(*cache, *size, 0)) return 1;
     if (type)
-        rotate(*size, (const bfloat16 *)qkv, norms, eps, rope, rope_row, query, *cache, threads);
+        rotate(*size, (const bfloat16 *)qkv, norms, eps, rope, rope_row, (bfloat16 *)query, *cache, threads);
     else
-        rotate(*size, (const float *)qkv, norms, eps, rope, rope_row, query, *cache, threads);
+        rotate(*size, (const float *)qkv, norms, eps, rope, rope_row, (float *)query, *cache, threads);
     return 0;
 }
 
 // Returns as ladderize_rotate.
-int ladderize_attend(int type, const Heads *size, const float *query, const Cache *cache, const Seen *seen, int64_t length,
-                      float scale, void *out, float *room, int threads) {
+int ladderize_attend(int type, const Heads *size, const void *query, const Cache *cache, const uint8_t *seen,
+                      int64_t seen_row, int64_t length, float scale, void *out, int threads) {
     if (!has_room(*cache, *size, length)) return 1;
     if (type)
-        attend(*size, query, *cache, *seen, length, scale, (bfloat16 *)out, room, threads);
+        attend(*size, (const bfloat16 *)query, *cache, seen, seen_row, length, scale, (bfloat16 *)out, threads);
     else
-        attend(*size, query, *cache, *seen, length, scale, (float *)out, room, threads);
+        attend(*size, (const float *)query, *cache, seen, seen_row, length, scale, (float *)out, threads);
     return 0;
 }
 }

@@ -21,7 +21,6 @@ from ladderize.files.output import replacement, temporary_folder
 from ladderize.ranks.group import Ranks
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-BLOCK, LANES = 64, 16  # of attention: columns whose scores are held at a time, numbers of a vector
 
 
 class Cache(Structure):
@@ -37,12 +36,6 @@ class Heads(Structure):
     _fields_ = tuple((name, c_int64) for name in ("batch", "tokens", "heads", "kv_heads", "dim"))
 
 
-class Seen(Structure):
-    """The columns that a token sees; see kernels.cpp."""
-
-    _fields_ = (("bytes", c_void_p), *((name, c_int64) for name in ("row", "token", "causal")))
-
-
 SIGNATURES = {
     "rms_norm": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int),
     "gated": (c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int),
@@ -50,8 +43,7 @@ SIGNATURES = {
         *(c_int, POINTER(Heads), c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, POINTER(Cache), c_int),
     ),
     "attend": (
-        *(c_int, POINTER(Heads), c_void_p, POINTER(Cache), POINTER(Seen), c_int64, c_float, c_void_p, c_void_p),
-        c_int,
+        *(c_int, POINTER(Heads), c_void_p, POINTER(Cache), c_void_p, c_int64, c_int64, c_float, c_void_p, c_int),
     ),
     "sum": (c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int),
 }
