@@ -75,6 +75,12 @@ FAMILIES = {
         "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
     },
     "smollm3": {"use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [1, 0, 1, 0]},
+    "seed_oss": {"head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "ministral": {"head_dim": 8, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    "cwm": {
+        "head_dim": 8, "sliding_window": 5, "mlp_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
 }  # fmt: skip
 
 # Adam's first step is as long for a gradient that all but cancels, of which rounding decides the sign. Gradients that

@@ -38,7 +38,7 @@ class Equations:
         family = config.model_type.removeprefix("ladderized_")
         if family == "mistral":
             self.windows = [config.sliding_window for _ in layers]
-        if family in ("qwen2", "qwen3", "smollm3") and config.use_sliding_window:
+        if family in ("ministral", "cwm") or (family in ("qwen2", "qwen3", "smollm3") and config.use_sliding_window):
             self.windows = [config.sliding_window if config.layer_types[i][0] == "s" else None for i in layers]
         if family == "smollm3":
             self.rotates = [config.no_rope_layers[i] == 1 for i in layers]

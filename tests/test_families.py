@@ -43,6 +43,13 @@ VARIANTS = {
         {"attention_bias": True, "mlp_bias": True},
     ],
     "smollm3": [{}, {**WINDOW, "no_rope_layers": [1, 0, 0, 1], "tie_word_embeddings": False}],
+    "seed_oss": [{}, {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}],
+    "ministral": [
+        {"sliding_window": 5},
+        {"sliding_window": 5, "layer_types": [*KINDS, *KINDS]},
+        {"sliding_window": None},
+    ],
+    "cwm": [{"sliding_window": 5}, {"sliding_window": 5, "layer_types": [*KINDS, *reversed(KINDS)]}],
 }
 CASES = [(model_type, extra) for model_type, variants in VARIANTS.items() for extra in variants]
 

@@ -41,12 +41,8 @@ def read_mistral(config: Mapping[str, Any]) -> Decoder:
     return Decoder(**{**everywhere(config), "windows": windows})
 
 
-MISTRAL = Family(
-    "mistral",
-    "Mistral",
-    read_mistral,
-    {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
-)
+MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}
+MISTRAL = Family("mistral", "Mistral", read_mistral, MISTRAL_DEFAULTS)
 
 
 # ---- Qwen2, Qwen2.5: q, k and v have a bias. Qwen3: each query head and key head has a norm before it rotates. Some
@@ -151,4 +147,50 @@ SMOLLM3 = Family(
     },
 )
 
-SUPPORTED = (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3)
+
+# ---- Seed-OSS: q, k and v have biases, o has none. Ministral and CWM: windows by layer ----
+
+
+def read_seed_oss(config: Mapping[str, Any]) -> Decoder:
+    biases = {**all_biases(config), "o_bias": bool(config["attention_out_bias"])}
+    return Decoder(**everywhere(config), **biases)
+
+
+def read_ministral(config: Mapping[str, Any]) -> Decoder:
+    windows = layer_windows(config, window_of(config), lambda layer: True)
+    return Decoder(**{**everywhere(config), "windows": windows})
+
+
+def read_cwm(config: Mapping[str, Any]) -> Decoder:
+    windows = layer_windows(config, window_of(config), lambda layer: layer % 4 != 0)
+    return Decoder(**{**everywhere(config), "windows": windows}, mlp_bias=bool(config["mlp_bias"]))
+
+
+SEED_OSS = Family(
+    "seed_oss",
+    "SeedOss",
+    read_seed_oss,
+    {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 524288,
+        "attention_bias": True,
+        "attention_out_bias": False,
+    },
+)
+MINISTRAL = Family("ministral", "Ministral", read_ministral, MISTRAL_DEFAULTS)
+CWM = Family(
+    "cwm",
+    "Cwm",
+    read_cwm,
+    {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": 8192,
+    },
+)
+
+SUPPORTED = (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3, SEED_OSS, MINISTRAL, CWM)
