@@ -81,7 +81,13 @@ FAMILIES = {
         "head_dim": 8, "sliding_window": 5, "mlp_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
+    "gemma3_text": {
+        "head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "query_pre_attn_scalar": 12, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "exaone4": {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }  # fmt: skip
+NORMED_SUMS = ("gemma3_text", "exaone4")  # a norm behind each sum: nothing is delayed or dropped
 
 # Adam's first step is as long for a gradient that all but cancels, of which rounding decides the sign. Gradients that
 # are clipped to this norm leave of such a one less than Adam's epsilon: then runs that round otherwise train the same.

@@ -7,7 +7,7 @@ from typing import Any
 from ladderize.checkpoint.quantised import QUANTISATION_KEYS, plain_view, quantisation_of
 from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint
 from ladderize.errors import UserError
-from ladderize.families.base import positive
+from ladderize.families.base import FULL_ATTENTION, SLIDING_ATTENTION, positive
 from ladderize.families.registry import complete_config, family_of, known_family
 from ladderize.files.records import shown
 
@@ -54,17 +54,23 @@ def check_size(config: Mapping[str, Any], key: str, *, is_optional: bool = False
 def check_rope(config: Mapping[str, Any]) -> None:
     """Raise UserError unless the rotary embedding is of a known type; transformers names a number that it lacks."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"config.json: rope_parameters is {str(rope)[:60]!r}, but must be an object; repair the file")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise UserError(
-            f"config.json: the rope_type is {str(kind)[:60]!r}, which is not one of {', '.join(ROPE_TYPES)}; repair"
-            " the file, or update transformers and ladderize"
-        )
-    stated = {**config, **rope}
-    for key in stated.keys() & {"rope_theta", "rms_norm_eps"}:
-        positive(stated, key)
+    of_kinds = [rope]
+    if isinstance(rope, dict) and rope.keys() & {FULL_ATTENTION, SLIDING_ATTENTION}:  # one for each kind of layers
+        of_kinds = list(rope.values())
+    for stated in of_kinds:
+        if not isinstance(stated, dict):
+            raise UserError(
+                f"config.json: rope_parameters is {str(stated)[:60]!r}, but must be an object; repair the file"
+            )
+        kind = stated.get("rope_type", stated.get("type", "default"))
+        if kind not in ROPE_TYPES:
+            raise UserError(
+                f"config.json: the rope_type is {str(kind)[:60]!r}, which is not one of {', '.join(ROPE_TYPES)}; repair"
+                " the file, or update transformers and ladderize"
+            )
+        figures = {**config, **stated}
+        for key in figures.keys() & {"rope_theta", "rms_norm_eps"}:
+            positive(figures, key)
 
 
 def kv_head_count(config: Mapping[str, Any]) -> int:
@@ -112,7 +118,7 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             of_layer[f"{name}.bias"] = (rows,)
     if decoder.head_norms:
         of_layer |= dict.fromkeys(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), (dim,))
-    of_layer |= dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), (hidden,))
+    of_layer |= {f"{name}.weight": (hidden,) for name in decoder.norms if name is not None}
     tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (full["vocab_size"], hidden)}
     for layer in range(full["num_hidden_layers"]):
         tensors |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}

@@ -57,7 +57,9 @@ class HeadsOnlyAttention:
         if hasattr(self, "q_norm"):  # of each head
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        if getattr(self, "use_rope", True):
+        # SmolLM3 says which layers rotate; in EXAONE 4 those without a window do not, where others have one
+        is_near = getattr(self, "is_sliding", True) or self.sliding_window is None
+        if getattr(self, "use_rope", is_near):
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         return query, key, value
 
@@ -69,7 +71,8 @@ class HeadsOnlyAttention:
         elif past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        kwargs = {"sliding_window": self.sliding_window, **kwargs} if hasattr(self, "sliding_window") else kwargs
+        window = getattr(self, "sliding_window", None) if getattr(self, "is_sliding", True) else None
+        kwargs = {"sliding_window": window, **kwargs} if hasattr(self, "sliding_window") else kwargs
         dropout = self.attention_dropout if self.training else 0.0
         output, weights = attend(
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
@@ -99,6 +102,8 @@ class LadderizedDecoderLayer:
         self.sync_tp_size = config.sync_tp_size
         reads_apart = layer_idx > 0 and config.mlp_sync[layer_idx - 1] == "delayed"
         self.keeps_apart = self.attention_sync in ("delayed", "dropped")
+        if self.norms_sums and (self.keeps_apart or self.mlp_sync == "delayed"):
+            raise ValueError("a norm behind a sum needs all of it, so its sync point cannot be delayed or dropped")
         if self.keeps_apart or reads_apart:
             self.self_attn.__class__ = self.heads_only
         if reads_apart:
@@ -111,13 +116,36 @@ class LadderizedDecoderLayer:
         return super().__call__(*state, *args, **kwargs)
 
     def forward(self, hidden_states, visible=None, **kwargs):
-        attention_input = self.input_layernorm(hidden_states if visible is None else visible)
+        attention_input = self.read_by_attention(hidden_states if visible is None else visible)
         attention_output, _ = self.self_attn(attention_input, **kwargs)
         mlp_input, stream, visible = self.after_attention(hidden_states, attention_output)
-        inputs = self.post_attention_layernorm(mlp_input)
+        inputs = self.read_by_mlp(mlp_input)
         if self.mlp_sync != "delayed" and not self.keeps_apart:
-            return self.after_mlp(stream, visible, None, None, self.scaled(self.mlp(inputs)))
+            return self.after_mlp(stream, visible, None, None, self.added_by_mlp(self.mlp(inputs)))
         return self.after_mlp(stream, visible, *self.mlp_products(self.mlp_slices(inputs)))
+
+    @property
+    def norms_sums(self):
+        """True if a norm comes behind each sum, which so must be complete: no sync point is delayed or dropped."""
+        return hasattr(self, "post_feedforward_layernorm")
+
+    def read_by_attention(self, stream):
+        """Return what attention reads of the stream."""
+        return self.input_layernorm(stream) if hasattr(self, "input_layernorm") else stream
+
+    def read_by_mlp(self, stream):
+        """Return what the MLP reads of the stream."""
+        if not self.norms_sums:
+            return self.post_attention_layernorm(stream)
+        return self.pre_feedforward_layernorm(stream) if hasattr(self, "pre_feedforward_layernorm") else stream
+
+    def added_by_attention(self, output):
+        """Return what attention's sum adds to the stream."""
+        return self.post_attention_layernorm(output) if self.norms_sums else self.scaled(output)
+
+    def added_by_mlp(self, output):
+        """Return what the MLP's sum adds to the stream."""
+        return self.post_feedforward_layernorm(output) if self.norms_sums else self.scaled(output)
 
     def after_attention(self, hidden_states, attention_output):
         """Return the stream that the MLP reads, where sums are kept apart [ranks, ...]; the complete stream; and what
@@ -135,7 +163,7 @@ class LadderizedDecoderLayer:
             return mlp_input, stream, mlp_input if self.mlp_sync == "delayed" else before
         if isinstance(self.self_attn, HeadsOnlyAttention):
             attention_output = self.self_attn.o_proj(attention_output)
-        stream = hidden_states + self.scaled(attention_output)
+        stream = hidden_states + self.added_by_attention(attention_output)
         return stream if self.attention_sync == "blocking" else hidden_states, stream, stream
 
     def mlp_slices(self, inputs):
@@ -155,7 +183,7 @@ class LadderizedDecoderLayer:
         the sum of both."""
         down_proj = self.mlp.down_proj
         if self.mlp_sync != "delayed" and not (self.keeps_apart and reads_otherwise(base_linear(down_proj))):
-            return None, None, self.scaled(down_proj(slices))  # which already is the sum of the ranks' products
+            return None, None, self.added_by_mlp(down_proj(slices))  # already the sum of the ranks' products
         by_rank, bias = row_parallel(down_proj, slices, self.sync_tp_size)
         by_rank, bias = self.scaled(by_rank), None if bias is None else self.scaled(bias)
         output = by_rank.sum(0)
@@ -343,7 +371,9 @@ def make_family(prefix):
 
     def make(suffix, *bases, **attributes):
         name = f"Ladderized{prefix}{suffix}"
-        bases = [base if isinstance(base, type) else dense[f"{prefix}{base}"] for base in bases]
+        # a text model that has a multimodal brother, whose name it would be, is called so
+        names = {"Model": "TextModel"} if f"{prefix}TextModel" in dense else {}
+        bases = [base if isinstance(base, type) else dense[f"{prefix}{names.get(base, base)}"] for base in bases]
         classes[name] = type(name, tuple(bases), {"__module__": __name__, **attributes})
         return classes[name]
 
