@@ -121,7 +121,10 @@ def random_layout(layers: int = 4) -> Layout:
 def make_model(
     name: str, *, seed: int | None = None, model_type: str = "llama", **extra: object
 ) -> LadderizedLlamaForCausalLM:
-    """A random model with one of LAYOUTS; a fresh seed each time unless one is given."""
+    """A random model with one of LAYOUTS, of another one where its family cannot have this; a fresh seed each time
+    unless one is given."""
+    if model_type in NORMED_SUMS and LAYOUTS[name][2] is not None:
+        name = "ladder gaps"
     family, layout = family_of({"model_type": model_type}), make_layout(name).to_config()
     sizes = {**SHAPE, **FAMILIES.get(model_type, {}), **LAYOUTS[name][3], **extra}
     config = ladderized_class(family, "Config")(**sizes, **layout)
