@@ -85,6 +85,10 @@ FAMILIES = {
         "head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "query_pre_attn_scalar": 12, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
     },
+    "phi3": {
+        "head_dim": 8, "sliding_window": 6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "exaone4": {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }  # fmt: skip
 NORMED_SUMS = ("gemma3_text", "exaone4")  # a norm behind each sum: nothing is delayed or dropped

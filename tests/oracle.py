@@ -13,8 +13,12 @@ def rms_norm(x, weight, eps):
     return x if weight is None else weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
-def rotate(x, positions, theta):
-    """x: [batch, heads, tokens, head_dim]; the two halves of a head are the pairs that rotate."""
+def rotate(x, positions, theta, share=1.0):
+    """x: [batch, heads, tokens, head_dim]; the two halves of a head, or of its first ``share``, are the pairs that
+    rotate."""
+    if share < 1:
+        count = int(x.shape[-1] * share)
+        return torch.cat([rotate(x[..., :count], positions, theta), x[..., count:]], -1)
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = (positions[:, None, :, None] * frequencies).to(torch.float32).to(x.dtype)
@@ -45,7 +49,7 @@ class Equations:
             [config.rope_parameters.get("rope_theta") for _ in layers],
         )
         family = config.model_type.removeprefix("ladderized_")
-        if family == "mistral":
+        if family in ("mistral", "phi3"):
             self.windows = [config.sliding_window for _ in layers]
         if family in ("ministral", "cwm") or (family in ("qwen2", "qwen3", "smollm3") and config.use_sliding_window):
             self.windows = [config.sliding_window if config.layer_types[i][0] == "s" else None for i in layers]
@@ -85,6 +89,13 @@ class Oracle:
     def get(self, layer, name):
         return self.weights.get(f"model.layers.{layer}.{name}")
 
+    def projection(self, layer, fused, names, sizes):
+        """Weights and biases of projections, which may be rows of one tensor."""
+        joined = self.get(layer, f"{fused}.weight")
+        if joined is not None:
+            return [(weight, None) for weight in joined.split(sizes)]
+        return [(self.get(layer, f"{name}.weight"), self.get(layer, f"{name}.bias")) for name in names]
+
     def norm(self, x, layer, name):
         weight = self.get(layer, f"{name}.weight")
         return rms_norm(x, None if weight is None else weight + self.family.more_of_norms, self.config.rms_norm_eps)
@@ -96,13 +107,14 @@ class Oracle:
         first = rank * heads // self.ranks
         own = range(first, first + heads // self.ranks)
         x = self.read(x)
-        q = linear(x, self.get(layer, "self_attn.q_proj.weight"), self.get(layer, "self_attn.q_proj.bias"))
-        k = linear(x, self.get(layer, "self_attn.k_proj.weight"), self.get(layer, "self_attn.k_proj.bias"))
-        v = linear(x, self.get(layer, "self_attn.v_proj.weight"), self.get(layer, "self_attn.v_proj.bias"))
+        names, sizes = [f"self_attn.{name}_proj" for name in "qkv"], [heads * d, kv_heads * d, kv_heads * d]
+        projections = self.projection(layer, "self_attn.qkv_proj", names, sizes)
+        q, k, v = (linear(x, weight, bias) for weight, bias in projections)
         q, k, v = (t.unflatten(-1, (-1, d)).transpose(1, 2) for t in (q, k, v))
         q, k = self.norm(q, layer, "self_attn.q_norm"), self.norm(k, layer, "self_attn.k_norm")
         if self.family.rotates[layer]:
-            q, k = (rotate(t, positions, self.family.thetas[layer]) for t in (q, k))
+            share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+            q, k = (rotate(t, positions, self.family.thetas[layer], share) for t in (q, k))
         if (window := self.family.windows[layer]) is not None:
             token = torch.arange(x.shape[1])
             allowed = allowed & (token[:, None] - token[None, :] < window)
@@ -116,8 +128,9 @@ class Oracle:
 
     def mlp(self, layer, x, rank):
         """One rank's product with its columns of down_proj, without the bias."""
-        gate, up, down = (self.get(layer, f"mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
-        gate_bias, up_bias = (self.get(layer, f"mlp.{name}_proj.bias") for name in ("gate", "up"))
+        down = self.get(layer, "mlp.down_proj.weight")
+        names, sizes = ("mlp.gate_proj", "mlp.up_proj"), [down.shape[1]] * 2
+        (gate, gate_bias), (up, up_bias) = self.projection(layer, "mlp.gate_up_proj", names, sizes)
         n, x = self.ranks, self.read(x)
         gated = self.family.act(linear(x, part(gate, 0, rank, n), part(gate_bias, 0, rank, n)))
         heads = gated * linear(x, part(up, 0, rank, n), part(up_bias, 0, rank, n))

@@ -55,6 +55,7 @@ VARIANTS = {
         {"sliding_window": 5},
         {"sliding_window": 5, "layer_types": [*KINDS, *KINDS], "attention_bias": True, "tie_word_embeddings": False},
     ],
+    "phi3": [{"sliding_window": 5}, {"tie_word_embeddings": True}],
     "exaone4": [
         {"sliding_window": 5},
         {"sliding_window": 5, "layer_types": [*KINDS, *KINDS]},
@@ -85,7 +86,7 @@ def test_a_description_is_what_transformers_builds(model_type, extra):
     assert expected_tensors(config) == tensors
     decoder = decoder_of(config)
     attentions = [layer.self_attn for layer in model.model.layers]
-    own = "config" if model_type == "mistral" else None
+    own = "config" if model_type in ("mistral", "phi3") else None
     near = [getattr(layer, "is_sliding", True) for layer in attentions]
     windows = [getattr(layer.config if own else layer, "sliding_window", None) for layer in attentions]
     assert list(decoder.windows) == [window if is_near else None for window, is_near in zip(windows, near, strict=True)]

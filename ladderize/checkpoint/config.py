@@ -19,6 +19,11 @@ LARGEST |= {"num_hidden_layers": MOST_LAYERS, "num_attention_heads": MOST_HEADS,
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 STATED_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "auto")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# a fused projection of a layer, and those whose rows it has
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
 
 
 def check_config(config: Mapping[str, Any], model: str = "this checkpoint") -> None:
@@ -111,6 +116,9 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden, decoder.mlp_bias)),
         "mlp.down_proj": (hidden, inner, decoder.mlp_bias),
     }
+    for name, fused in FUSED.items() if decoder.is_fused else ():
+        rows = sum(projections.pop(projection)[0] for projection in fused)
+        projections[name] = (rows, hidden, False)
     of_layer: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns, has_bias) in projections.items():
         of_layer[f"{name}.weight"] = (rows, columns)

@@ -36,6 +36,7 @@ class Decoder:
     windows: for each layer the number of tokens that a token sees, itself and those just before it; None: all.
     rope: for each layer the rotation of queries and keys, ``ROPE`` or one of several of the config's
     ``rope_parameters``; None: they do not rotate.
+    is_fused: q, k and v are rows of one projection, gate and up of another.
     norm_offset: is added to the weights of all norms.
     activation: of the MLP's gate.
     head_norms: an RMSNorm of each query head and key head before they rotate, one weight [head_dim] for all query heads
@@ -51,6 +52,7 @@ class Decoder:
     o_bias: bool = False
     mlp_bias: bool = False
     head_norms: bool = False
+    is_fused: bool = False
     norms: Norms = LLAMAS_NORMS
     norm_offset: float = 0.0
     activation: str = SILU

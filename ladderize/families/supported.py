@@ -279,4 +279,17 @@ EXAONE4 = Family(
     {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
 )
 
-SUPPORTED = (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3, SEED_OSS, MINISTRAL, CWM, GEMMA3, EXAONE4)
+
+# ---- Phi-3, Phi-4: fused projections; a part of each head rotates ----
+
+
+def read_phi3(config: Mapping[str, Any]) -> Decoder:
+    windows = (window_of(config),) * config["num_hidden_layers"]
+    return Decoder(**{**everywhere(config), "windows": windows}, is_fused=True)
+
+
+PHI3 = Family(
+    "phi3", "Phi3", read_phi3, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None}
+)
+
+SUPPORTED = (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3, SEED_OSS, MINISTRAL, CWM, GEMMA3, EXAONE4, PHI3)

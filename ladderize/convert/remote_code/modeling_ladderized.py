@@ -21,7 +21,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 from transformers.utils import logging
 
 from .configuration_ladderized import family_config
@@ -36,23 +36,17 @@ class HeadsOnlyAttention:
     """A family's attention up to, but without, `o_proj`, whose product may stay split by rank.
 
     Its input may be apart for each rank, [ranks, batch, tokens, hidden]: rank k's heads are then of the k-th, and where
-    there are more ranks than KV heads each rank has keys and values of its own.
+    there are more ranks than KV heads each rank has keys and values of its own. A class of it names `rotate`, the
+    family's rotation of queries and keys.
     """
 
     def query_key_value(self, hidden_states, position_embeddings):
         """[batch, heads, tokens, head_dim] each, as attention reads them."""
-        if hidden_states.ndim == 4:
-            ranks, kv_heads = len(hidden_states), self.config.num_key_value_heads
-            query, key, value = (
-                column_parallel(projection, hidden_states, ranks, blocks)
-                for projection, blocks in (
-                    (self.q_proj, ranks),
-                    (self.k_proj, min(ranks, kv_heads)),
-                    (self.v_proj, min(ranks, kv_heads)),
-                )
-            )
-        else:
-            query, key, value = (projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        kv_heads = self.config.num_key_value_heads
+        counts = (self.config.num_attention_heads, kv_heads, kv_heads)
+        blocks = [min(count, len(hidden_states)) for count in counts] if hidden_states.ndim == 4 else None
+        sizes = [count * self.head_dim for count in counts]
+        query, key, value = projected(self, "qkv_proj", ("q_proj", "k_proj", "v_proj"), sizes, hidden_states, blocks)
         query, key, value = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (query, key, value))
         if hasattr(self, "q_norm"):  # of each head
             query, key = self.q_norm(query), self.k_norm(key)
@@ -60,7 +54,7 @@ class HeadsOnlyAttention:
         # SmolLM3 says which layers rotate; in EXAONE 4 those without a window do not, where others have one
         is_near = getattr(self, "is_sliding", True) or self.sliding_window is None
         if getattr(self, "use_rope", is_near):
-            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+            query, key = self.rotate(query, key, *position_embeddings)
         return query, key, value
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
@@ -71,8 +65,9 @@ class HeadsOnlyAttention:
         elif past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        window = getattr(self, "sliding_window", None) if getattr(self, "is_sliding", True) else None
-        kwargs = {"sliding_window": window, **kwargs} if hasattr(self, "sliding_window") else kwargs
+        # that of the layer, or of all layers
+        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+        kwargs = {"sliding_window": window if getattr(self, "is_sliding", True) else None, **kwargs}
         dropout = self.attention_dropout if self.training else 0.0
         output, weights = attend(
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
@@ -172,11 +167,11 @@ class LadderizedDecoderLayer:
         inputs: [..., hidden], or apart for each rank, [ranks, ..., hidden]: rank k's MLP reads the k-th alone.
         """
         mlp = self.mlp
-        if self.keeps_apart:
-            gate, up = (column_parallel(linear, inputs, self.sync_tp_size) for linear in (mlp.gate_proj, mlp.up_proj))
-        else:
-            gate, up = mlp.gate_proj(inputs), mlp.up_proj(inputs)
-        return mlp.act_fn(gate) * up
+        blocks = [self.sync_tp_size] * 2 if self.keeps_apart else None
+        sizes = [mlp.down_proj.in_features] * 2
+        gate, up = projected(mlp, "gate_up_proj", ("gate_proj", "up_proj"), sizes, inputs, blocks)
+        activate = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
+        return activate(gate) * up
 
     def mlp_products(self, slices):
         """Return the MLP's products by rank [ranks, ..., hidden] and its bias, both None unless its sum is delayed, and
@@ -201,6 +196,26 @@ class LadderizedDecoderLayer:
     def scaled(self, output):
         """Return the part of what attention or the MLP computed that is added to the stream."""
         return output if self.residual_multiplier == 1 else output * self.residual_multiplier
+
+
+def projected(module, fused, names, sizes, inputs, blocks=None):
+    """Return the outputs of the column-parallel projections `names` of a module, or of the rows of its `fused` one.
+
+    sizes: the outputs of each.
+    blocks: where the inputs are apart for each rank, [ranks, ...]: see `column_parallel`.
+    """
+    is_fused = hasattr(module, fused)
+    linears = [getattr(module, fused if is_fused else name) for name in names]
+    if blocks is None and is_fused:
+        return linears[0](inputs).split(sizes, -1)
+    if blocks is None:
+        return [linear(inputs) for linear in linears]
+    outputs, begin = [], 0
+    for linear, size, block in zip(linears, sizes, blocks):
+        rows = slice(begin, begin + size) if is_fused else slice(None)
+        outputs.append(column_parallel(linear, inputs, len(inputs), block, rows))
+        begin += size
+    return outputs
 
 
 def row_parallel(projection, inputs, ranks):
@@ -229,24 +244,23 @@ def row_parallel(projection, inputs, ranks):
     return output, base_linear(projection).bias
 
 
-def column_parallel(projection, inputs, ranks, blocks=None):
-    """Return the ranks' outputs of a column-parallel projection, side by side, bias included.
+def column_parallel(projection, inputs, ranks, blocks, rows=slice(None)):
+    """Return the ranks' outputs of some rows of a column-parallel projection, side by side, bias included.
 
     inputs: [ranks, ..., in], one for each rank; rank k computes the k-th contiguous part of the outputs.
-    blocks: the parts of the outputs where these are fewer than the ranks; neighbours then compute the same one.
+    blocks: the parts of the outputs; where these are fewer than the ranks, neighbours compute the same one.
     Returns [..., out].
     """
-    blocks = blocks or ranks
 
-    def owned(rows):
-        return rows.unflatten(0, (blocks, -1)).repeat_interleave(ranks // blocks, 0)
+    def owned(weight):
+        return weight[rows].unflatten(0, (blocks, -1)).repeat_interleave(ranks // blocks, 0)
 
     def multiply(weight, inputs):
         return torch.einsum("n...h,noh->...no", inputs, owned(weight)).flatten(-2)
 
     weights = sliceable(projection, inputs)
     if weights is None:
-        whole = (projection(inputs[k]).unflatten(-1, (blocks, -1)) for k in range(ranks))
+        whole = (projection(inputs[k])[..., rows].unflatten(-1, (blocks, -1)) for k in range(ranks))
         return torch.cat([output[..., k * blocks // ranks, :] for k, output in enumerate(whole)], dim=-1)
     weight, adapters = weights
     output = multiply(weight, inputs)
@@ -377,9 +391,8 @@ def make_family(prefix):
         classes[name] = type(name, tuple(bases), {"__module__": __name__, **attributes})
         return classes[name]
 
-    # Mistral's attention, of the families here, reads the window of all its layers from the config
-    window = {"sliding_window": property(lambda self: self.config.sliding_window)} if prefix == "Mistral" else {}
-    config, attention = family_config(prefix), make("Attention", HeadsOnlyAttention, "Attention", **window)
+    rotate = staticmethod(dense["apply_rotary_pos_emb"])
+    config, attention = family_config(prefix), make("Attention", HeadsOnlyAttention, "Attention", rotate=rotate)
     layer = make("DecoderLayer", LadderizedDecoderLayer, "DecoderLayer", heads_only=attention)
     base = make("PreTrainedModel", "PreTrainedModel", config_class=config, _no_split_modules=[layer.__name__])
     model = make("Model", LadderizedModel, base, "Model", layer_class=layer)
