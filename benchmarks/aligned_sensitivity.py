@@ -20,10 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.align import aligned_layers, computed, with_random
-from ladderize.adapt.layers.align_layer import Streams
-from ladderize.adapt.layers.layer_files import LayerJob
-from ladderize.adapt.layers.sensitivity import AlignedLayouts, LayoutScores
+from ladderize.adapt.layers.align import LayerAlignment
+from ladderize.adapt.layers.sensitivity import LayerwiseScores, LayoutScores, open_streams
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, read_windows, window_nlls
 from ladderize.checkpoint.config import stored_dtype
@@ -41,13 +39,13 @@ def perplexity(nll: np.ndarray, tokens: int) -> float:
     return round(math.exp(nll.mean() / (tokens - 1)), 4)
 
 
-def by_shortcut(aligned: AlignedLayouts, layouts: list[Layout], scored: torch.Tensor) -> list[float]:
+def by_shortcut(aligned: LayerwiseScores, layouts: list[Layout], scored: torch.Tensor) -> list[float]:
     """Of every column, with the layers of the first one's alignment."""
-    blocks, every = aligned.blocks, range(aligned.blocks.num_layers)
-    streams = Streams(blocks, with_random(aligned.windows, blocks.config), aligned.ranks)
-    same = blocks, blocks, layouts[0], tuple(every), aligned.weights, aligned.weights
-    made = aligned_layers(LayerJob(*same, aligned.windows, aligned.ranks), streams)
-    weights = [computed(own, blocks) for own, _ in made]
+    blocks, weights = aligned.blocks, []
+    streams = open_streams(blocks, aligned.windows, 1)
+    for index in range(blocks.num_layers):
+        stored = blocks.weights(index, as_stored=True)
+        weights.append(LayerAlignment(streams, index, layouts[0], stored, stored).run(solve=True)[0])
     found = []
     for first, layout in enumerate(layouts):
         nll = window_nlls(
@@ -98,7 +96,7 @@ def main() -> None:
         for asked in args.tokens:
             count = asked // tokens
             own = Windows(rest[:count], rest[count : count + max(8, count // 8)])
-            aligned = AlignedLayouts(blocks, own)
+            aligned = LayerwiseScores(blocks, own)
             begin = time.process_time()
             columns = [perplexity(aligned(layout, scored), tokens) for layout in layouts]
             seconds = round(time.process_time() - begin, 1)

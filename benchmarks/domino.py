@@ -64,7 +64,7 @@ def measure_ddp(group: Ranks, layers: int, rows: int, tokens: int, dtype: str, r
 
     def tensor_parallel() -> None:
         shared.backward(shared.forward())
-        shared.clear()
+        shared.weights.zero_grad(set_to_none=True)
 
     half = Batch.random(config["vocab_size"], rows // group.size, tokens, group.rank, group.device)
     ways = {

@@ -26,9 +26,8 @@ import torch
 from gpu_spd import random_checkpoint
 
 from ladderize.adapt.options import AdaptOptions
-from ladderize.adapt.train.loop import Loop, micro_batches
+from ladderize.adapt.train.loop import Loop, TrainingFolder, micro_batches
 from ladderize.adapt.train.run import make_model, open_accelerator, reset_accelerate
-from ladderize.adapt.train.states import TrainingFolder
 from ladderize.adapt.train.task import Launch, Task, estimate, open_task
 from ladderize.console import SILENT
 from ladderize.convert.pipeline import convert_checkpoint
@@ -83,7 +82,7 @@ def open_loop(options: AdaptOptions, rows: Any, work: Path) -> Iterator[tuple[Ta
     trained = make_model(task, accelerator, Ranks(0, 1, device), SILENT)
     folder = TrainingFolder(work, "adapt", {})  # not as a context, whose end removes it: a later one goes on
     try:
-        yield task, Loop(trained, rows, list(rows[:2]), task.pace, folder, SILENT, task.stored)
+        yield task, Loop(trained, rows, list(rows[:2]), task.pace, folder, SILENT)
     finally:
         folder.unlock()
         reset_accelerate()

@@ -79,7 +79,7 @@ def outcome(device: torch.device, layout: Layout, schedule: Schedule, dtype: str
     batch = Batch.random(SMALL["vocab_size"], 5, 96, 0, device)  # type: ignore[call-overload]
     group = Ranks(0, 1, device)
     collectives = emulate(2, Link("test", 200, 1.0), device)
-    return outcome_of(ModelStep(spec, weights, schedule, collectives, batch, group), group)
+    return outcome_of(ModelStep(spec, weights, schedule, collectives, batch, group))
 
 
 def compare_with_cpu(device: torch.device) -> dict[str, float]:

@@ -20,9 +20,10 @@ from planner_stories import every_layout, layer_nats
 
 from ladderize.errors import UserError
 from ladderize.layout import Layout
-from ladderize.plan.choice import LayerTables, LayoutCost, choose_layout, kind_seconds
+from ladderize.plan.choice import LayerTables, choose_layout, kind_seconds
 from ladderize.plan.hardware import known_engines, read_device
 from ladderize.plan.passes import Serving, pass_parts, predict_pass
+from ladderize.plan.rows import LayoutCost
 from ladderize.runtime.collectives.links import read_interconnect
 from ladderize.runtime.shards import read_shape
 
@@ -107,7 +108,7 @@ def _outcome(
         "over_held_out": truth.cost(layout, True) > budget,
         "saved": dense * (1 - 1 / choice.chosen.speedup) / best,
         "made": sum((one.measured is not None) + (one.held_out is not None) for one in choice.measured),
-        "verified": choice.is_verified,
+        "verified": choice.chosen.held_out is not None,
     }
 
 

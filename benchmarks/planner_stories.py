@@ -23,7 +23,7 @@ from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.data.files import file_sha256
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
-from ladderize.plan.choice import LAYER_KINDS
+from ladderize.plan.choice import KINDS
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
 
@@ -49,13 +49,13 @@ def scored(blocks: Blocks, layouts: list[Layout], windows: np.ndarray) -> np.nda
 def layer_nats(number: dict[Layout, int], increases: np.ndarray, layers: int, sync_tp_size: int) -> np.ndarray:
     """Return what each layer costs alone as each kind, [L, kinds]; inf for the first as spd+ladder, which is spd, and
     for delayed, which ``every_layout`` leaves out."""
-    nats = np.full((layers, len(LAYER_KINDS)), np.inf)
+    nats = np.full((layers, len(KINDS)), np.inf)
     nats[:, 0] = 0.0
     for layer, row in enumerate(nats):
         for name in ("ladder", "spd", "spd+ladder"):
             named = {kind: [layer] for kind in name.split("+")}
             layout = Layout.from_layers(layers, **named, sync_tp_size=sync_tp_size if "spd" in named else None)
-            row[LAYER_KINDS.index(name)] = max(0.0, increases[number[layout]])
+            row[KINDS.index(name)] = max(0.0, increases[number[layout]])
     nats[0, -1] = np.inf
     return nats
 

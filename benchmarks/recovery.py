@@ -178,8 +178,8 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
     from ladderize.adapt.layers.options import PAPERS_LR, PAPERS_WIDTH, BlockwiseOptions
     from ladderize.adapt.layers.rewrite import adapt_layers
     from ladderize.adapt.options import AdaptOptions
-    from ladderize.adapt.train.pace import FULL_LR, WIDTH
     from ladderize.adapt.train.run import adapt_checkpoint
+    from ladderize.adapt.train.task import FULL_LR, WIDTH
     from ladderize.checkpoint.opening import open_checkpoint
 
     hidden = int(open_checkpoint(str(bench.model)).config["hidden_size"])

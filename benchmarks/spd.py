@@ -25,8 +25,8 @@ from ladderize.adapt.layers.assign import assign_layers
 from ladderize.adapt.layers.distill import BlockReport, distill
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob
 from ladderize.adapt.layers.options import BlockwiseOptions, SensitivityOptions, SpdOptions
+from ladderize.adapt.layers.rewrite import spd
 from ladderize.adapt.layers.sensitivity import write_sensitivity
-from ladderize.adapt.layers.spd import spd
 from ladderize.adapt.layers.windows import training_windows
 from ladderize.blocks import Blocks, read_windows, window_nlls
 from ladderize.checkpoint.opening import open_checkpoint

@@ -8,12 +8,12 @@ from ladderize.adapt.layers.options import SensitivityOptions as SensitivityOpti
 from ladderize.adapt.layers.options import SpdOptions as SpdOptions
 from ladderize.adapt.layers.rewrite import LayersDocument as LayersDocument
 from ladderize.adapt.layers.rewrite import adapt_layers as adapt_layers
+from ladderize.adapt.layers.rewrite import spd as spd
 from ladderize.adapt.layers.sensitivity import write_sensitivity as write_sensitivity
-from ladderize.adapt.layers.spd import spd as spd
 from ladderize.adapt.options import AdaptOptions as AdaptOptions
 from ladderize.adapt.options import MergeOptions as MergeOptions
 from ladderize.adapt.train.merge import merge as merge
-from ladderize.adapt.train.outcome import Adaptation as Adaptation
+from ladderize.adapt.train.run import Adaptation as Adaptation
 from ladderize.adapt.train.run import adapt_checkpoint as adapt_checkpoint
 from ladderize.console import SILENT as SILENT
 from ladderize.console import Console as Console

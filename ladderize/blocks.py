@@ -57,20 +57,12 @@ class Blocks:
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         avoid_cudnn_attention()
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
-        self.layout = Layout.from_config(checkpoint.config)
+        self.config, self.layout = checkpoint.config, Layout.from_config(checkpoint.config)
+        self.num_layers = self.layout.num_layers
         self.family = family_of(checkpoint.config)
         self.decoder = self.family.describe(checkpoint.config)
         self._rope: dict[int, tuple[Tensor, Tensor]] = {}
-        self._masks: dict[tuple[int, int], Tensor] = {}
         self._ends: dict[str, Tensor] = {}
-
-    @property
-    def num_layers(self) -> int:
-        return self.layout.num_layers
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        return self.checkpoint.config
 
     def read(self, name: str, *, as_stored: bool = False) -> Tensor:
         """Return a whole tensor on ``device``, as ``dtype`` or in the dtype that it is stored in."""
@@ -131,10 +123,7 @@ class Blocks:
         window = self.decoder.windows[layer]
         if window is None or window >= tokens:
             return None
-        if (window, tokens) not in self._masks:
-            seen = torch.ones(tokens, tokens, dtype=torch.bool, device=self.device).tril().triu(1 - window)
-            self._masks[window, tokens] = seen[None, None]
-        return self._masks[window, tokens]
+        return torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=self.device).tril().triu(1 - window)
 
     def position_embeddings(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the positions 0 .. tokens - 1: [1, tokens, head_dim] each."""
@@ -148,38 +137,37 @@ class Blocks:
     def nll(self, complete: Tensor, ids: Tensor) -> Tensor:
         """Return the summed negative log-likelihood of each window in nats, float64 [batch], of all its tokens but the
         first, from the stream that leaves the last layer, [batch, tokens, hidden]."""
-        targets = ids[:, 1:].to(self.device).flatten()
-        pieces = self._logits(complete[:, :-1], targets)
-        losses = [cross_entropy(logits, target, reduction="none") for logits, target in pieces]
+        targets, losses = ids[:, 1:].to(self.device).flatten(), []
+        for rows, logits in self._logits(complete[:, :-1]):
+            losses.append(cross_entropy(logits, targets[rows], reduction="none"))
         return torch.cat(losses).view(len(ids), -1).double().sum(1)
 
     def logits(self, complete: Tensor) -> Tensor:
         """Return the logits, float32 [batch, tokens, vocab], from the stream that leaves the last layer."""
-        logits = torch.cat([some for some, _ in self._logits(complete, torch.empty(complete.shape[:2].numel()))])
-        return logits.unflatten(0, complete.shape[:2])
+        return torch.cat([logits for _, logits in self._logits(complete)]).unflatten(0, complete.shape[:2])
 
     def divergence(self, dense: "Blocks", reference: Tensor, complete: Tensor) -> Tensor:
         """Return the summed KL(dense || model) of each window's predictions but the last in nats, float64 [batch], from
         the streams [batch, tokens, hidden] that leave the last layer of either. Each has its own norm and LM head."""
-        tokens = torch.empty(complete[:, 1:].shape[:2].numel())
-        pieces = zip(dense._logits(reference[:, :-1], tokens), self._logits(complete[:, :-1], tokens), strict=True)
+        pieces = zip(dense._logits(reference[:, :-1]), self._logits(complete[:, :-1]), strict=True)
         sums = [
             kl_div(model.log_softmax(-1), target.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-            for (target, _), (model, _) in pieces
+            for (_, target), (_, model) in pieces
         ]
         return torch.cat(sums).view(len(complete), -1).double().sum(1)
 
-    def _logits(self, stream: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the float32 logits [some tokens, vocab] of a stream [batch, tokens, hidden], and the ``targets``
-        [batch * tokens] of the same tokens; at most ``LOGITS_AT_ONCE`` numbers at a time."""
+    def _logits(self, stream: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield which tokens of a stream [batch, tokens, hidden], of ``batch * tokens``, and their float32 logits [some
+        tokens, vocab]; at most ``LOGITS_AT_ONCE`` numbers at a time."""
         eps = complete_config(self.config)["rms_norm_eps"]
         norm = dense_class(self.family, "RMSNorm")(stream.shape[-1], eps=eps)
         norm.weight = torch.nn.Parameter(self._end("model.norm.weight"), requires_grad=False)
         head = self._end("model.embed_tokens.weight" if is_tied(self.config) else "lm_head.weight")
         rows = norm(stream).flatten(0, 1).to(head.dtype)
         at_once = max(1, LOGITS_AT_ONCE // head.shape[0])
-        for some, target in zip(rows.split(at_once), targets.split(at_once), strict=True):
-            yield linear(some, head).float().mul_(self.decoder.logits_scale), target
+        for first in range(0, len(rows), at_once):
+            some = slice(first, first + at_once)
+            yield some, linear(rows[some], head).float().mul_(self.decoder.logits_scale)
 
     def _end(self, name: str) -> Tensor:
         """Return the embedding, the final norm or the LM head, read once and kept."""

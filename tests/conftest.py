@@ -26,11 +26,11 @@ SEED = "LADDERIZE_TEST_SEED"
 # The longest files, the longest first: two workers then end together (--dist loadfile with --no-loadscope-reorder
 # takes them in this order).
 LONG_FILES = [
-    "demo", "domino_gradients", "align_command", "eval", "report_browser", "generate_file", "tensor_parallel",
-    "eval_ranks", "docs", "report", "python_docs", "promotion", "generate", "examples", "api",
+    "demo", "domino_gradients", "align_command", "eval", "report_browser", "generate", "tensor_parallel",
+    "eval_ranks", "docs", "report", "promotion", "examples", "api",
     "aligned_sensitivity", "spd", "runtime", "sweep_keys", "sweep_killed", "sweep", "sweep_file",
     "bench", "bench_training", "calibrate", "plan", "plan_choice", "planning_model", "model",
-    "distill", "house", "compare", "paired",
+    "distill", "house", "compare",
 ]  # fmt: skip
 
 

@@ -36,6 +36,10 @@ SHAPE = {
     "num_key_value_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 BIASES = {"attention_bias": True, "mlp_bias": True}
+LLAMA_3_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 
 # name -> (ladder, spd, sync_tp_size, config extras)
 LAYOUTS = {

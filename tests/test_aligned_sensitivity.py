@@ -12,10 +12,11 @@ import yaml
 
 from ladderize.adapt.layers import rewrite
 from ladderize.adapt.layers.options import SensitivityOptions
-from ladderize.adapt.layers.sensitivity import AlignedLayouts, LayoutScores, write_sensitivity
+from ladderize.adapt.layers.sensitivity import LayerwiseScores, LayoutScores, write_sensitivity
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import read_windows
 from ladderize.checkpoint.opening import open_checkpoint
+from ladderize.console import SILENT
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import layer_changes, read_sensitivity
 from ladderize.errors import UserError
@@ -160,23 +161,23 @@ def points(model, ids, tmp_path_factory):
 
 def aligned_measurer(model, points, folder):
     options = PlanOptions(model=str(model), hardware="h100-sxm", tp_sizes=(4,))
-    return LayoutMeasurer(options, read_sensitivity(points), kept_beside=folder / "plan.json")
+    return LayoutMeasurer(options, read_sensitivity(points), folder / "plan.json", SILENT)
 
 
 def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monkeypatch):
     """As adapt --method align leaves it: every layer behind the first converted one is solved, too."""
     windows, layout = drawn(model, ids), Layout.from_layers(LAYERS, delayed=[1], ladder=[2], sync_tp_size=4)
-    aligned, original = [], AlignedLayouts.__call__
+    aligned, original = [], LayerwiseScores.__call__
 
     def noted(self, layout, *rest):
         aligned.append(layout)
         return original(self, layout, *rest)
 
-    monkeypatch.setattr(AlignedLayouts, "__call__", noted)
+    monkeypatch.setattr(LayerwiseScores, "__call__", noted)
     measurer = aligned_measurer(model, points, tmp_path)
     measured = measurer.measure(layout, False)
-    assert str(layout) in measurer.tables[True]  # aligned once, scored on all windows
-    others = {window.tobytes() for window in measurer.aligner.windows.all.numpy()}
+    assert f"{layout}, held out" in measurer.nlls  # aligned once, scored on all windows
+    others = {window.tobytes() for window in measurer.scorer.windows.all.numpy()}
     assert not others & {w.tobytes() for windows in measurer.windows.values() for w in windows}
     held_out = measurer.measure(layout, True)
     again = aligned_measurer(model, points, tmp_path)  # a killed run goes on
@@ -185,12 +186,3 @@ def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monke
     assert np.array_equal(measurer.windows[True], windows[SCORED + ALIGNED + HELD_OUT :][:SCORED])
     nats = by_commands(model, layout, windows, windows[:SCORED], tmp_path / "made", monkeypatch)
     assert measured.nats == pytest.approx(nats - read_sensitivity(points).dense_nll, abs=1e-5)
-
-
-def test_plan_names_the_step(model, points, tmp_path):
-    hardware = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", 4, "--prompt-len", 8, "--output-len", 4)
-    choice = ("--max-ppl-increase", "900%", "--sensitivity", points, "--verify", 2)
-    outcome = invoke_well("plan", model, *hardware, *choice, "--out", tmp_path / "plan.json")
-    assert f"--method align --distill-from {model} " in outcome.stdout
-    aligned = {"samples": ALIGNED, "heldout": HELD_OUT, "seq_len": TOKENS}
-    assert json.loads((tmp_path / "plan.json").read_text())["choice"]["aligned"] == aligned

@@ -1,6 +1,9 @@
-"""The Python API: what ``import ladderize`` gives, and that a call prints nothing."""
+"""The Python API: what ``import ladderize`` gives, that a call prints nothing, and the examples of docs/python.md."""
 
+import contextlib
+import io
 import os
+import re
 import sys
 
 import pytest
@@ -19,29 +22,6 @@ def test_every_public_name_is_there_and_known_to_type_checkers():
     assert (PACKAGE / "py.typed").is_file()
     with pytest.raises(AttributeError, match="convert_chekpoint"):
         ladderize.convert_chekpoint  # noqa: B018
-
-
-def test_options_check_themselves():
-    for made, message in (
-        ({"prompt": ("a",), "dtype": "int8"}, "dtype int8 is not one of"),
-        ({}, "give one of --prompt"),
-    ):
-        with pytest.raises(ladderize.UsageError, match=message):
-            ladderize.GenerateOptions(model="m", **made)
-
-
-def test_a_gpu_that_is_not_there(made_llama, tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    (tmp_path / "a.txt").write_text("text")
-    for call in (
-        lambda: ladderize.generate(ladderize.GenerateOptions(model=str(made_llama), prompt=("a",), device="cuda")),
-        lambda: ladderize.evaluate(
-            ladderize.EvalOptions((made_llama,), perplexity=str(tmp_path / "a.txt"), device="cuda:1")
-        ),
-        lambda: ladderize.bench(ladderize.BenchOptions((str(made_llama),), device="cuda")),
-    ):
-        with pytest.raises(ladderize.UserError, match=r"--device cuda(:1)?, but torch sees no GPUs here"):
-            call()
 
 
 WAYS = {
@@ -76,3 +56,29 @@ def test_a_tokenizer_loads_without_a_question_or_a_warning(ladder, tmp_path, way
     assert "[y/N]" not in outcome.stdout
     said = [line for line in outcome.stderr.splitlines() if line and "Loading weights" not in line]
     assert said == []
+
+
+PAGE = (ROOT / "docs" / "python.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)
+
+
+def test_the_page_shows_every_function():
+    functions = {name for name in ladderize.__all__ if callable(getattr(ladderize, name)) and name[0].islower()}
+    missing = {name for name in functions if not re.search(rf"\b{name}\b", PAGE)}
+    assert not missing
+    assert functions >= {"convert_checkpoint", "evaluate", "spd", "adapt_checkpoint", "adapt_layers", "merge", "bench"}
+
+
+def test_the_examples_run_and_functions_are_silent(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    shown: list[str] = []
+    namespace = {"show": lambda *values: shown.append(" ".join(map(str, values)))}
+    assert len(BLOCKS) > 10
+    for block in BLOCKS:
+        bars = re.search(r"from_pretrained|load\(", block)  # transformers', which are not ours
+        quiet = re.sub(r"(?<![\w.])print\(", "show(", block)  # but what functions print
+        with contextlib.redirect_stderr(io.StringIO()) if bars else contextlib.nullcontext():
+            exec(compile(quiet, "docs/python.md", "exec"), namespace)
+        assert capfd.readouterr() == ("", ""), block
+    for line, comment in re.findall(r"^print\((?:.*)\)  # (.*?)(;.*)?$", PAGE, flags=re.M):
+        assert line in shown, f"{line!r} is not among what was printed: {shown} {comment}"

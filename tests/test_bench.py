@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import shutil
 
 import numpy as np
@@ -16,14 +15,11 @@ from ladderize.runtime import launch as distributed
 from ladderize.runtime import model as runtime_model
 from ladderize.runtime import spec
 from ladderize.runtime.bench import inference, reference_check, rounds
-from ladderize.runtime.bench import plan as bench_plan
 from ladderize.runtime.bench.document import BenchDocument, environment
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives, Handle
-from ladderize.runtime.collectives.differentiable import Unadded
 from ladderize.runtime.collectives.emulated import Emulated
 from ladderize.runtime.decode import Generator
-from ladderize.runtime.operations import Operations
 from ladderize.vllm.bench import served_models
 from tests.groups import ALONE, report_and_die, report_once
 from tests.helpers import (
@@ -95,7 +91,7 @@ def test_two_real_ranks_on_checkpoints(tmp_path):
         invoke_well("convert", models[0], out, "--no-verify", *layout.split())
     out = tmp_path / "bench.json"
     text = "--tp-size 2 --batch-size 1,2 --baselines parallel,no-comm"
-    assert "both" in bench(*models, "--out", out, "--profile", tmp_path / "traces", text=text).stdout
+    bench(*models, "--out", out, "--profile", tmp_path / "traces", text=text)
     document = json.loads(out.read_text())
     assert_there_and_back(BenchDocument, document)
     assert document["link"] is None
@@ -119,16 +115,6 @@ def test_two_real_ranks_on_checkpoints(tmp_path):
             for phase, tokens in (("prefill", 8), ("decode", 1)):
                 assert row["communication"][phase]["all_reduces"] == reduces
                 assert row["communication"][phase]["bytes"] == reduces * tokens * hidden * 2
-
-
-def test_random_weights_emulated_with_more_virtual_ranks(shape):
-    layouts = "--layout dense,ladder=1:3,spd+ladder --sync-tp-size 4 --num-layers 3"
-    outcome = bench("--random-weights", shape, text=f"{layouts} --emulate-tp 2 --link 10,1")
-    assert outcome.stdout.startswith("EMULATED: rank 0 of 2")
-    assert "was measured at" not in outcome.stderr
-    outcome = bench("--random-weights", shape, text="--emulate-tp 4 --link nccl_pcie --repeat 1 --layout dense,ladder")
-    assert "extrapolated beyond the sizes that nccl_pcie was measured at" in outcome.stderr
-    assert not re.search(r"\d-\d", outcome.stdout.split("speed-up: over")[0])  # one round gives no interval
 
 
 def test_a_domino_prefill_is_checked_and_counted(checked_model):
@@ -171,7 +157,7 @@ def one_weight_is_off(monkeypatch, *models):
     def off(read, *arguments, **more):
         weights = load(read, *arguments, **more)
         if not models or read.__self__.checkpoint.folder.name in models:
-            weights.attention(1).norm.weight[3] += 0.5
+            weights.sublayers[2].norm.weight[3] += 0.5
         return weights
 
     monkeypatch.setattr(spec, "load_weights", off)
@@ -221,11 +207,6 @@ def test_a_wrong_model_is_not_timed(checked_model, tmp_path, monkeypatch, fault,
     assert not (tmp_path / "bench.json").exists()
 
 
-def test_without_the_check_results_say_so(checked_model, monkeypatch):
-    monkeypatch.setattr(reference_check, "compute_reference", lambda *given: pytest.fail("--no-check asks for none"))
-    assert "Not checked against a reference" in bench(checked_model, "--no-check").stdout
-
-
 def test_the_tolerance_is_of_this_very_model(tmp_path):
     """Where rounding in bfloat16 takes transformers itself far off, by weights that are so large, it may take the
     runtime as far, and no further."""
@@ -257,7 +238,6 @@ def test_the_models_that_pass_are_timed(checked_model, tmp_path, monkeypatch):
     assert set(document["checks"]) == {str(tmp_path / "b")}
     assert [row["model"] for row in document["rows"]] == [str(tmp_path / "b")]
     assert document["rows"][0]["speedup"]["decode"] == 1
-    assert len(re.findall(r"^a +failed", outcome.stdout, re.MULTILINE)) == 2
 
 
 def test_results_are_written_before_traces_are_made(tmp_path, shape, monkeypatch):
@@ -276,7 +256,6 @@ def test_results_are_written_before_traces_are_made(tmp_path, shape, monkeypatch
     assert document == seen[0]
     assert document["complete"] is False
     assert [(row["model"], row["batch_size"]) for row in document["rows"]] == [("dense", 1), ("ladder", 1)]
-    assert "UNFINISHED" in outcome.stdout
 
 
 def test_what_a_rank_reports_is_heard_before_it_dies():
@@ -295,23 +274,6 @@ def test_no_key_of_the_environment_is_kept(monkeypatch):
     settings = environment(ALONE, settings=("VLLM_",)).settings
     assert "VLLM_CPU_KVCACHE_SPACE" in settings
     assert "VLLM_API_KEY" not in settings
-
-
-def test_the_parallel_baseline_leaves_sums_to_the_norm_as_its_rivals_do():
-    """A GPU's norm adds the sum before it in one kernel. A baseline without that would be slower than need be."""
-    model = spec.checkpoint_spec(str(MODEL), tp_size=1, dtype="float32")
-    weights = spec.WeightCache(ALONE.device, pack=True)
-    how = {"model_class": inference.ParallelLlama}
-    generator = spec.open_generator(model, Collectives(), weights, ALONE, 2, 8, **how)
-    ids, waits = torch.randint(1, 100, (2, 8)), []
-    with torch.inference_mode():
-        expected = generator.read(ids)
-        generator.model.operations = Operations()
-        generator.model.operations.adds_in_norm = True
-        arrived = generator.model.arrived
-        generator.model.arrived = lambda sent: waits.append(arrived(sent)) or waits[-1]
-        torch.testing.assert_close(generator.read(ids), expected, atol=2e-4, rtol=2e-4)
-    assert all(isinstance(x, Unadded) for _, x in waits[1:])  # the first is the embedding's
 
 
 def test_a_checkpoint_is_linked_to_for_vllm_and_not_copied(llama, tmp_path):
@@ -369,13 +331,13 @@ def test_memory_is_checked_before_it_is_taken(tmp_path, monkeypatch):
     for path in MODEL.resolve().iterdir():
         (converted / path.name).symlink_to(path)
     both = [model, spec.checkpoint_spec(str(converted), tp_size=1)]
-    needed = bench_plan.needed_bytes(both, options, ALONE.device)
+    needed = inference.needed_bytes(both, options, ALONE.device)
     own, cache = held_bytes(generator.model.weights), held_bytes(generator.cache)
     assert own <= needed - cache <= 1.3 * own  # packed, the tied LM head is a copy
     monkeypatch.setattr(memory, "available_bytes", lambda device: needed)
-    bench_plan.check_bench_memory(both, options, ALONE)
+    inference.check_bench_memory(both, options, ALONE)
     with pytest.raises(UserError, match="in each of 2 processes needs .* are free; choose fewer or smaller models"):
-        bench_plan.check_bench_memory(both, options, dataclasses.replace(ALONE, local_size=2))
+        inference.check_bench_memory(both, options, dataclasses.replace(ALONE, local_size=2))
     monkeypatch.setattr(memory, "available_bytes", lambda device: cache * 3 // 2)
     with pytest.raises(UserError, match="a KV cache for 3 texts of 12 tokens in each of 2 processes needs"):
         spec.open_generator(model, Collectives(), weights, dataclasses.replace(ALONE, local_size=2), 3, 12)
@@ -383,4 +345,4 @@ def test_memory_is_checked_before_it_is_taken(tmp_path, monkeypatch):
     emulated = dataclasses.replace(options, emulate_tp=2, batch_sizes=(1,))
     monkeypatch.setattr(memory, "available_bytes", lambda device: own - 1)
     with pytest.raises(UserError, match="with --no-check no whole model is needed"):
-        bench_plan.check_bench_memory(both, emulated, ALONE)
+        inference.check_bench_memory(both, emulated, ALONE)

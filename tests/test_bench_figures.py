@@ -7,7 +7,7 @@ import torch
 
 from ladderize.errors import UsageError
 from ladderize.runtime import launch as distributed
-from ladderize.runtime.bench import report, rounds
+from ladderize.runtime.bench import document, rounds
 from ladderize.runtime.bench.document import PhaseCommunication
 from ladderize.runtime.bench.trace import Flight, cpu_flights, flights_of, gpu_flights, overlap_of
 from ladderize.runtime.collectives.emulated import Emulated, emulate
@@ -146,4 +146,4 @@ def test_no_waiting_time_is_negative_or_clipped():
         (-0.5, [-1.0, 2.0], "<2.000"),  # the rounds do not tell it from nothing
         (-229.0, [-300.0, -100.0], "?"),
     ):
-        assert report.waited_text(PhaseCommunication(4, 64, 20.0, 5.0, exposed, interval)) == waited
+        assert document.waited_text(PhaseCommunication(4, 64, 20.0, 5.0, exposed, interval)) == waited

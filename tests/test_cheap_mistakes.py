@@ -47,6 +47,8 @@ MISTAKES = {
     f"adapt ladder OUT {FULL} {DATA} --tp-size 3": "--tp-size 3 does not divide",
     f"sensitivity src {DATA} --out s.json --sync-tp-size 3": "--sync-tp-size 3 does not divide the 8 attention heads",
     "sensitivity src --data nowhere.txt --out s.json": "nowhere.txt does not exist",
+    f"sensitivity src {DATA} --out s.json --mode sweep": "--mode sweep needs --sync-tp-size N",
+    f"spd src OUT --sync-tp-size 2 --spd-fraction 1.5 {DATA}": "--spd-fraction must be above 0 and at most 1",
     f"spd src OUT --sync-tp-size 3 {DATA}": "--sync-tp-size 3 does not divide the 8 attention heads",
     "generate src -p x --tp-size 3": "--tp-size 3 does not divide the 8 attention heads",
     "generate src --prompt-file nowhere.txt --out o.jsonl": "nowhere.txt does not exist",
@@ -89,15 +91,6 @@ def test_cheap_mistakes_are_told_before_anything_slow_is_imported(llama, tmp_pat
         assert len(said.splitlines()) == 1, said
         assert not HEAVY & {*modules}, message
     assert sorted(path.name for path in tmp_path.iterdir()) == before
-
-
-def test_a_folder_of_data_is_told_file_by_file(llama, tmp_path):
-    (tmp_path / "rows").mkdir()
-    for number in range(9):
-        np.save(tmp_path / "rows" / f"{number}.npy", np.arange(3, 67).reshape(4, 16))
-    words = (llama, "--dry-run", "--train", "all", "--max-steps", 2, "--seq-len", 16, "--data", tmp_path / "rows")
-    files = ", ".join(str(tmp_path / "rows" / f"{number}.npy") for number in range(8))
-    assert f"--data {tmp_path}/rows is {files} and 1 more\n" in invoke_well("adapt", *words).stderr
 
 
 @pytest.mark.parametrize(

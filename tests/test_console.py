@@ -37,17 +37,6 @@ def test_progress_is_a_line_every_minute_where_there_is_no_terminal(monkeypatch)
     assert re.search(r"steps:  63% \(63 of 100\), 1 s, 1 s left, loss 3\.5\n", stderr.getvalue())
 
 
-def test_progress_within_progress_on_a_terminal(monkeypatch):
-    stream = io.StringIO()
-    stream.isatty = lambda: True
-    with contextlib.redirect_stderr(stream):
-        with Console().progress("training", 2) as advance, Console().progress("validating", 10) as validated:
-            advance(1, "loss 3.5")
-            validated(4)
-    assert "50% (1 of 2)" in stream.getvalue()
-    assert "40% (4 of 10)" in stream.getvalue()
-
-
 def test_sigterm_ends_a_command_as_ctrl_c_does():
     before = signal.getsignal(signal.SIGTERM)
     cleaned = []

@@ -13,7 +13,7 @@ import torch
 
 from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.kv_cache import KVCache, NoCache, PartsCache
-from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm
+from ladderize.runtime.layers import Linear, RMSNorm, Sublayer
 from ladderize.runtime.native.library import kernels
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.spec import choose_operations
@@ -65,19 +65,17 @@ def wide(weights):
         return Linear(own.weight.float(), None if own.bias is None else own.bias.float())
 
     norm = RMSNorm(weights.norm.weight.float(), weights.norm.eps)
-    if isinstance(weights, MlpWeights):
-        return replace(weights, norm=norm, gate_up=[linear(own) for own in weights.gate_up])
-    return replace(weights, norm=norm, qkv=[linear(own) for own in weights.qkv])
+    return replace(weights, norm=norm, column_parallel=[*map(linear, weights.column_parallel)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mlp(compiled, dtype):
     hidden, inner, virtual = 40, some(3, 16, 70), some(1, 2, 4)
     linears = [Linear((torch.randn(2 * inner, hidden) * hidden**-0.5).to(dtype)) for _ in range(virtual)]
-    weights = MlpWeights(RMSNorm(torch.randn(hidden).to(dtype), 1e-5), linears, None, None)
+    weights = Sublayer(0, None, RMSNorm(torch.randn(hidden).to(dtype), 1e-5), linears, [], None)
     x = torch.randn(2, 3, hidden).to(dtype)
     carry = [torch.randn_like(x) for _ in range(virtual)]
-    alone = replace(weights, gate_up=weights.gate_up[:1])
+    alone = replace(weights, column_parallel=linears[:1])
     for own, carried in ((weights, carry), (alone, None)):
         exact = Operations().mlp(wide(own), x.float(), carried and [each.float() for each in carried])
         assert_as_good(compiled.mlp(own, x, carried), Operations().mlp(own, x, carried), exact)
@@ -90,11 +88,10 @@ def attention_case(dtype, *, dim, norms=False, rope=True, window=None):
     rows = (heads + 2 * kv_heads) * dim
     norm = RMSNorm(torch.randn(hidden).to(dtype), 1e-5)
     qkv = Linear((torch.randn(rows, hidden) * 2 * hidden**-0.5).to(dtype), torch.randn(rows).to(dtype))
-    of_heads = HeadNorms(torch.randn(dim), torch.randn(dim), heads, kv_heads, 1e-5) if norms else None
-    weights = AttentionWeights(norm, [qkv], [], None, of_heads)
     decoder = SimpleNamespace(rope=[rope] * 2, windows=[window] * 2, attention_scale=some(None, 0.2))
-    shape = SimpleNamespace(own_heads=heads, own_kv_heads=kv_heads, head_dim=dim, decoder=decoder)
-    return weights, shape, hidden
+    shape = SimpleNamespace(own_heads=heads, own_kv_heads=kv_heads, head_dim=dim, decoder=decoder, eps=1e-5)
+    of_heads = [torch.randn(dim) for _ in range(2 * norms)]
+    return Sublayer(1, shape, norm, [qkv], [], None, *of_heads), shape, hidden
 
 
 def turns(rows, tokens, dim):
@@ -112,10 +109,10 @@ def copied(cache):
 
 
 def compare(compiled, case, x, step, cache, dtype):
-    weights, shape, _ = case
+    weights, _, _ = case
     caches = [cache, copied(cache), copied(cache)]
     runs = (compiled, weights, x), (Operations(), weights, x), (Operations(), wide(weights), x.float())
-    found = [by.attention(own, read, step, into, 1, shape) for (by, own, read), into in zip(runs, caches, strict=True)]
+    found = [by.attention(own, read, None, step, into) for (by, own, read), into in zip(runs, caches, strict=True)]
     assert_as_good(*found)
     assert_as_good(*(each.keys for each in caches))
     assert_as_good(*(each.values for each in caches))
@@ -181,13 +178,13 @@ def test_parts_of_a_prompt(compiled, dtype, dim):
     cache = random_cache(1, case[1].own_kv_heads, length, dim)
     for step, part in zip(steps, (x[:, :before], x[:, before:]), strict=True):
         compare(compiled, case, part, step, cache, dtype)
-    weights, shape, _ = case
+    weights, _, _ = case
     kinds = (compiled, weights, x), (Operations(), weights, x), (Operations(), wide(weights), x.float())
     runs = [(*kind, PartsCache(kind[2].dtype, CPU)) for kind in kinds]
     for step, part in zip(steps, (slice(before), slice(before, None)), strict=True):
-        assert_as_good(*(by.attention(own, read[:, part], step, kept, 0, shape) for by, own, read, kept in runs))
+        assert_as_good(*(by.attention(own, read[:, part], None, step, kept) for by, own, read, kept in runs))
     whole = Step(factors, 0, 0, causal=True)
-    assert_as_good(*(by.attention(own, read, whole, NoCache(read.dtype, CPU), 0, shape) for by, own, read, _ in runs))
+    assert_as_good(*(by.attention(own, read, None, whole, NoCache(read.dtype, CPU)) for by, own, read, _ in runs))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -200,13 +197,13 @@ def test_what_is_no_number_stays_visible(compiled, dtype):
     assert normed[0, 0].isfinite().all()
     case = attention_case(dtype, dim=16)
     cache = random_cache(1, case[1].own_kv_heads, 3, 16)
-    seen = compiled.attention(case[0], x, Step(turns(1, 3, 16), 0, 0, causal=True), cache, 1, case[1])
+    seen = compiled.attention(case[0], x, None, Step(turns(1, 3, 16), 0, 0, causal=True), cache)
     assert not seen[0, 1].isfinite().all()
     assert not seen[0, 2].isfinite().all()
     case = attention_case(dtype, dim=16)
     cache = random_cache(1, case[1].own_kv_heads, 3, 16)
     cache.keys[1, 0, :, 1] = bad
-    seen = compiled.attention(case[0], x[:, :1], Step(turns(1, 1, 16), 2, 3), cache, 1, case[1])
+    seen = compiled.attention(case[0], x[:, :1], None, Step(turns(1, 1, 16), 2, 3), cache)
     if bad != bad:  # an infinite score may weigh nothing
         assert not seen.isfinite().any()
 
@@ -215,9 +212,7 @@ def test_what_is_no_number_stays_visible(compiled, dtype):
 def test_silu_of_any_number(compiled, dtype):
     gate = torch.tensor([0.0, -0.0, 1e-30, 5.0, 87.0, -87.0, -88.5, -100.0, -1e37, 3e38, float("-inf"), float("nan")])
     up = torch.ones_like(gate)
-    weights = MlpWeights(None, [lambda x: torch.cat((gate, up)).to(dtype)[None]], None, None)
-    compiled.norm = lambda norm, x: x
-    found = compiled.mlp(weights, torch.zeros(1, 1, dtype=dtype), None)[0]
+    found = compiled.gated(torch.cat((gate, up)).to(dtype))
     torch.testing.assert_close(found, torch.nn.functional.silu(gate).to(dtype), equal_nan=True, rtol=2e-6, atol=1e-35)
 
 

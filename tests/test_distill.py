@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ladderize.adapt.layers.distill import BlockTrainer, teacher_pass
-from ladderize.adapt.layers.layer_files import LayerJob
+from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob
 from ladderize.adapt.layers.options import BlockwiseOptions
 from ladderize.adapt.layers.windows import Windows
 from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
@@ -50,7 +50,8 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name):
     layers = layout.converted_layers
     dense = streams(blocks, Layout.dense(LAYERS), ids)
     windows = Windows(ids[:3], ids[3:])
-    job = LayerJob(blocks, blocks, layout, tuple(layers), blocks.weights, blocks.weights, windows, ALONE)
+    weights, files = blocks.weights, LayerFiles(tmp_path)
+    job = LayerJob(blocks, blocks, layout, tuple(layers), weights, weights, windows, ALONE, files)
     passed = []
     for index, before, after in teacher_pass(blocks, ids, layers, layout, blocks.device):
         passed.append(index)

@@ -6,9 +6,12 @@ import re
 import runpy
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Iterator
+from html import unescape
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -239,3 +242,26 @@ def test_plans_in_the_pages_are_those_of_now(page: Path) -> None:
     """Whoever changes a figure of devices or links runs scripts/plans_in_docs.py."""
     text = page.read_text(encoding="utf-8")
     assert runpy.run_path(str(ROOT / "scripts" / "plans_in_docs.py"))["renewed"](text) == text
+
+
+@pytest.fixture(scope="module")
+def drawing() -> ModuleType:
+    pytest.importorskip("matplotlib")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs"))
+        import draw_layouts  # type: ignore[import-not-found]
+    return draw_layouts
+
+
+@pytest.mark.parametrize("name", ["LAYOUTS", "DOMINO"])
+def test_the_picture_is_what_the_code_does(drawing, name):
+    picture = getattr(drawing, name)
+    svg = (ROOT / "docs" / f"{picture.name}.svg").read_text(encoding="utf-8")
+    titles = {row.title for row in picture.rows}
+    drawn = [unescape(found) for found in re.findall(r'<g id="([^"]*\|[^"]*)"', svg)]
+    assert titles == {box.split("|")[0] for box in drawn}
+    for row in picture.rows:
+        timeline = drawing.record(row.layout, row.schedule, backward=picture.backward)
+        now = [drawing.name(row, event) for event in (*timeline.spans, *timeline.messages)]
+        own = [box for box in drawn if box.startswith(f"{row.title}|")]
+        assert Counter(own) == Counter(now), f"{row.title}: run docs/draw_layouts.py, and look at the picture"

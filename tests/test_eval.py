@@ -1,9 +1,8 @@
 """Perplexity against a plain loop, lm-eval through our command against lm-eval by itself, and the errors of `eval`."""
 
-import errno
 import json
 import math
-import os
+import random
 import re
 import shutil
 from dataclasses import replace
@@ -13,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 
 from ladderize import EvalOptions, compare, convert_checkpoint, evaluate, load
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.command import MODEL, TASKS, write_documents
 from ladderize.demo.corpus import documents
 from ladderize.errors import UserError
-from ladderize.eval import tasks
+from ladderize.eval import likelihoods, tasks
+from ladderize.eval.likelihoods import LikelihoodLM
 from ladderize.eval.model import HFModel
 from ladderize.eval.results import EvalResults, perplexity_from_nlls
 from ladderize.eval.table import result_rows
@@ -27,6 +28,9 @@ from ladderize.eval.text import score_windows
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.group import Ranks
 from tests.helpers import (
+    FAMILIES,
+    LAYOUTS,
+    SHAPE,
     STORIES,
     edit_tensors,
     fresh_rng,
@@ -76,18 +80,6 @@ def test_scores_of_windows_equal_a_plain_loop():
     tokens = 5 * 8 + 6 + 1
     assert (result.tokens, result.windows, result.seq_len) == (tokens, 7, 9)
     assert math.isclose(result.perplexity, math.exp(sum(expected) / tokens), rel_tol=1e-4)
-
-
-def test_the_standard_error_covers_the_truth():
-    """Windows drawn from the model itself: across resamples, the stated error is about the spread of the perplexity."""
-    model = make_model("dense", seed=3)
-    torch.manual_seed(0)
-    ids = model.generate(torch.full((640, 1), 5), max_new_tokens=11, do_sample=True, top_k=0).numpy()
-    results = [model_perplexity(model, list(ids[i::40])) for i in range(40)]
-    spread = np.std([result.perplexity for result in results], ddof=1)
-    stated = np.mean([result.stderr for result in results])
-    assert 0.5 < stated / spread < 2
-    assert model_perplexity(model, list(ids[:1])).stderr is None
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/fixtures is not here")
@@ -372,22 +364,53 @@ def test_the_first_windows(tmp_path):
     assert beyond["ids_sha256"] == whole["ids_sha256"] != first["ids_sha256"]
 
 
-def test_a_full_disk_names_no_samples_that_are_not_there(pair, tmp_path, monkeypatch):
-    """The second task's samples do not fit: the first task's results and samples stay."""
-    sync, files = os.fsync, []
+POSITIONS = 48
 
-    def full_at_the_fourth(descriptor):  # results.json, samples, results.json, samples
-        files.append(descriptor)
-        if len(files) == 4:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        sync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", full_at_the_fourth)
-    options = ("--limit", "3", "--out", tmp_path / "r.json")
-    message = refusal("eval", pair[0], *demo("agreement copying"), *options)
-    assert "demo_copying.jsonl" in message
-    assert "no space left on device" in message.lower()
-    (entry,) = json.loads((tmp_path / "r.json").read_text())["models"]
-    assert list(entry["results"]) == list(entry["samples"]) == ["demo_agreement"]
-    left = [path.relative_to(tmp_path).as_posix() for path in (tmp_path / "r.samples").rglob("*") if path.is_file()]
-    assert left == list(entry["samples"].values())
+def drawn_requests(vocab_size):
+    """Questions with answers of 1 token and more, some too long for the model, some twice."""
+
+    def ids(most):
+        return [random.randrange(vocab_size) for _ in range(random.randint(1, most))]
+
+    requests = []
+    for number in range(9):
+        context = ids(POSITIONS + 9 if number % 3 == 0 else 20)
+        requests += [((str(number), str(k)), context, ids(15)) for k in range(random.randint(1, 5))]
+    return [*requests, *random.sample(requests, 3)]
+
+
+@pytest.mark.parametrize("model_type", ["llama", *FAMILIES])
+def test_answers_are_those_of_lm_eval(model_type, monkeypatch):
+    monkeypatch.setattr(likelihoods, "MOST_SHARED", random.choice([1, 40, 1024]))
+    layout = random.choice(list(LAYOUTS))
+    vocabulary = SHAPE["vocab_size"]
+    model = make_model(layout, model_type=model_type, max_position_embeddings=POSITIONS)
+    tokenizer, requests = load_tokenizer(MODEL), drawn_requests(vocabulary)
+    how = {"pretrained": model, "tokenizer": tokenizer, "batch_size": random.randint(1, 7), "logits_cache": False}
+    models = (backend(**how) for backend in (LikelihoodLM, HFLM))
+    found, expected = (model._loglikelihood_tokens(requests, disable_tqdm=True) for model in models)
+    np.testing.assert_allclose([score for score, _ in found], [score for score, _ in expected], rtol=1e-4, atol=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
+def test_the_greedy_answer_is_known():
+    model = make_model("dense")
+    lm = LikelihoodLM(pretrained=model, tokenizer=load_tokenizer(MODEL), batch_size=4, logits_cache=False)
+    context = torch.randint(3, SHAPE["vocab_size"], (1, 9))
+    greedy = model.generate(context, max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, 9:].tolist()
+    other = [*greedy[:3], (greedy[3] + 1) % SHAPE["vocab_size"]]
+    answers = lm._loglikelihood_tokens([(("", ""), context[0].tolist(), one) for one in (greedy, other, greedy[:1])])
+    assert [same for _, same in answers] == [True, False, True]
+
+
+def test_the_standard_error_covers_the_truth():
+    """Windows drawn from the model itself: across resamples, the stated error is about the spread of the perplexity."""
+    model = make_model("dense", seed=3)
+    torch.manual_seed(0)
+    ids = model.generate(torch.full((640, 1), 5), max_new_tokens=11, do_sample=True, top_k=0).numpy()
+    results = [model_perplexity(model, list(ids[i::40])) for i in range(40)]
+    spread = np.std([result.perplexity for result in results], ddof=1)
+    stated = np.mean([result.stderr for result in results])
+    assert 0.5 < stated / spread < 2
+    assert model_perplexity(model, list(ids[:1])).stderr is None

@@ -3,6 +3,7 @@
 A GPU runs them for real: tests/test_gpu.py.
 """
 
+import importlib
 import os
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # Triton must have seen it when i
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
 
 from ladderize.runtime.gpu_operations import GpuOperations
-from ladderize.runtime.kv_cache import KVCache
+from ladderize.runtime.kv_cache import KVCache, NoCache
 from ladderize.runtime.layers import JoinedLinears
 from ladderize.runtime.native import triton_kernels
 from ladderize.runtime.native.triton_kernels import attend_one
@@ -22,7 +23,7 @@ from ladderize.runtime.operations import Operations
 from ladderize.runtime.step import additive
 from tests import test_cpu_operations
 from tests.groups import make_generator
-from tests.helpers import FAMILIES, make_model, random_ids
+from tests.helpers import FAMILIES, ROOT, make_model, random_ids
 from tests.test_cpu_operations import (  # noqa: F401
     assert_as_good,
     some,
@@ -38,11 +39,14 @@ from tests.test_cpu_operations import (  # noqa: F401
 class Interpreted(GpuOperations):
     """On a CPU, with what it has on a GPU: a cache in the model's dtype, and additive masks."""
 
-    def attend_projected(self, norms, qkv, step, cache, *more):
-        own = KVCache(cache.keys.to(qkv.dtype), cache.values.to(qkv.dtype))
-        mask = step.mask if step.mask is None or step.mask.dtype != torch.bool else additive(step.mask, qkv.dtype)
-        near = {window: additive(seen, qkv.dtype) for window, seen in step.near.items()}
-        output = super().attend_projected(norms, qkv, replace(step, mask=mask, near=near), own, *more)
+    def attention(self, weights, x, apart, step, cache):
+        if isinstance(cache, NoCache):  # of training, which has PyTorch's operations on a GPU too
+            return Operations.attention(self, weights, x, apart, step, cache)
+        dtype = weights.norm.weight.dtype
+        own = KVCache(cache.keys.to(dtype), cache.values.to(dtype))
+        mask = step.mask if step.mask is None or step.mask.dtype != torch.bool else additive(step.mask, dtype)
+        near = {window: additive(seen, dtype) for window, seen in step.near.items()}
+        output = super().attention(weights, x, apart, replace(step, mask=mask, near=near), own)
         cache.keys.copy_(own.keys)
         cache.values.copy_(own.values)
         return output
@@ -82,11 +86,10 @@ class Counted(TorchDispatchMode):
 
 def join(generator):
     """Give a model the weights that its loader makes for a GPU."""
-    for attention, mlp in generator.model.weights.layers:
-        for own, names in ((attention, ("qkv", "o")), (mlp, ("gate_up", "down"))):
-            for name in names:
-                if len(getattr(own, name)) > 1:
-                    setattr(own, name, JoinedLinears(getattr(own, name)))
+    for own in generator.model.weights.sublayers:
+        for name in ("column_parallel", "row_parallel"):
+            if len(getattr(own, name)) > 1:
+                setattr(own, name, JoinedLinears(getattr(own, name)))
 
 
 @pytest.mark.parametrize(
@@ -115,3 +118,25 @@ def test_virtual_ranks_are_computed_at_once(tmp_path, name, family):
             found.append(torch.stack(steps))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
     assert products.count == 4 * generator.model.shape.layers + 1  # and the output layer's
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_the_split_product_of_the_benchmark(rows, monkeypatch):
+    """In every form, over sizes that no tile divides; a second product finds what the first has left behind."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    kernels = importlib.import_module("gpu_triton")
+    width, inner = some(16, 37, 70), some(32, 100, 129)
+    x, weights = torch.randn(rows, inner), torch.randn(2, width, inner)
+    for padded in (1, 16) if rows == 1 else (16,):
+        for splits in (1, 2, 3):
+            product = kernels.SplitProduct(x, width, kernels.Tiling(16, some(16, 32), 1, 2, splits, padded))
+            for weight in weights:
+                torch.testing.assert_close(product(weight), x @ weight.T, rtol=1e-4, atol=1e-4)
+            assert not product.arrivals.any()
+
+
+def test_the_chain_of_the_benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    x, out = torch.randn(2, 2048).unbind(0)
+    importlib.import_module("gpu_triton").chain_link(x, out, programmatic=False)
+    torch.testing.assert_close(out, x + 1)

@@ -90,4 +90,4 @@ def test_random_weights_and_bundled_shapes():
     (shape, first), (_, second) = (cache.get(spec, 2, 1) for spec in specs)
     assert first is second
     assert shape.own_heads == 4
-    assert 0.5 < float(first.mlp(0).down[0].weight.std()) * 48**0.5 < 1.5
+    assert 0.5 < float(first.sublayers[1].row_parallel[0].weight.std()) * 48**0.5 < 1.5

@@ -1,4 +1,4 @@
-"""The options of commands: one dataclass each, which the command line, --config, a sweep's entry and Python fill."""
+"""The options of commands: one dataclass each, which the command line, --config, a sweep and Python fill, and help."""
 
 import re
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from ladderize.cli import app
 from ladderize.commands.parser import add
 from ladderize.console import Console
 from ladderize.errors import UsageError, UserError
-from tests.helpers import fresh_rng, refusal
+from tests.helpers import fresh_rng, invoke, invoke_well, refusal
 
 MOST_OPTIONS = 170
 
@@ -113,3 +113,24 @@ def test_the_options_are_few_and_explained():
     options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
     assert len([parameter for parameter in options if parameter.name not in ("json", "config")]) <= MOST_OPTIONS
     assert all(parameter.help for parameter in parameters)
+
+
+GROUP = typer.main.get_command(app)
+COMMANDS = sorted(GROUP.commands)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_the_terminal_and_cuts_no_option(monkeypatch, command):
+    for name in ("COLUMNS", "TERMINAL_WIDTH"):
+        monkeypatch.setenv(name, "80")
+    shown = invoke_well(*command.split(), "--help").stdout
+    assert shown == invoke_well(*command.split(), "-h").stdout
+    assert "Usage:" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+
+
+def test_nothing_given_shows_the_help():
+    helped = invoke()
+    assert helped.code == 2
+    assert all(command in helped.stdout + helped.stderr for command in COMMANDS)

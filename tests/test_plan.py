@@ -60,10 +60,9 @@ def planned(*arguments):
 
 def test_a_quantised_checkpoint_is_planned_as_fp8(tmp_path):
     source = save_quantised(tmp_path / "fp8", fresh_rng().choice(["FP8 dynamic", "FP8 blocks", "modelopt"]))
-    words = (*H100[:-1], "2", *TINY, "--dtype", "bfloat16")
-    assert "bfloat16, FP8 weights; prompt 12" in invoke("plan", source, *words).stdout
+    planned(source, *H100[:-1], "2", *TINY, "--dtype", "bfloat16")
     other = save_quantised(tmp_path / "others", "W4A16")
-    assert "(compressed-tensors pack-quantized)" in one_sentence(invoke("plan", other, *words))
+    assert "(compressed-tensors pack-quantized)" in one_sentence(invoke("plan", other, *H100[:-1], "2", *TINY))
     # compute gets shorter and messages do not: ladder wins more of a large model, whose weights need half
     shape = tmp_path / "config.json"
     shape.write_text(json.dumps({**read_shape("70b"), "quantization_config": {"quant_method": "fp8"}}))
@@ -149,17 +148,6 @@ def test_every_known_card_is_planned_without_a_link():
             assert 1 <= group[1].speedup < 2
 
 
-def test_one_and_two_machines_in_one_table():
-    where = ("--shape", "70b", "--hardware", "h100-sxm", "--tp-size", "8,16")
-    outcome = invoke("plan", *where, "--outer-link", "nccl_two_nodes_ib_ndr")
-    assert "8 x h100-sxm, batch 1 (predicted)" in outcome.stdout
-    assert "prefill nccl_nvlink_h100 + nccl_two_nodes_ib_ndr" in outcome.stdout
-    assert outcome.stderr == ""
-    one, two = (planned(*where, "--outer-link", outer).groups() for outer in ("nccl_two_nodes_ib_ndr", "900,1"))
-    assert [row.speedup for row in one[0]] == [row.speedup for row in two[0]]  # what joins machines is not in the first
-    assert one[1][0].waiting_share < two[1][0].waiting_share
-
-
 def test_memory_is_that_of_the_tensors(dense, hardware):
     """One rank's dense weights, keys and values of all its heads, and the activations of a layer."""
     where = ("--hardware", hardware, "--tp-size", "1", "--layout", "dense", "--prompt-len", "12")
@@ -175,12 +163,6 @@ def test_memory_is_that_of_the_tensors(dense, hardware):
     rows = planned(dense, *where[:5], *layouts, *where[6:], "--batch-size", "3", "--output-len", "9").rows
     needs = {row.name: row.memory_need_bytes for row in rows}
     assert needs["delayed"] - needs["spd"] == (12 + 9) * one_token
-
-
-@pytest.mark.parametrize("arguments", [("--link", "0,1e6", "--tp-size", "2"), ("--tp-size", "1")], ids=" ".join)
-def test_where_nothing_waits_converting_is_not_worth_it(arguments):
-    assert [verdict.worth for verdict in planned("--shape", "8b", *H100[:2], *arguments).verdicts] == ["no"]
-    assert "next: " not in invoke("plan", "--shape", "8b", *H100[:2], *arguments).stdout
 
 
 @pytest.mark.parametrize(
@@ -225,14 +207,6 @@ def test_what_does_not_fit_has_no_speeds():
     assert planned(*where[:-1], "16", "--outer-link", "20,100").rows[0].fits
 
 
-@pytest.mark.parametrize("options", [("--speeds", "published", "--prompt-len", "8000"), ("--link", "nccl_pcie")])
-def test_doubts_are_said_where_they_belong(options):
-    """Of attention scores that are written to memory, and of sizes of messages that were not timed."""
-    where = ("--shape", "8b", "--hardware", "h100-sxm", "--tp-size", "4", "--layout", "dense", "--link", "20,100")
-    assert any(options[1] in doubt for doubt in planned(*where, *options).doubts)
-    assert planned(*where).doubts == []
-
-
 def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
     def basis(ranks, *more):
         return {row.basis for row in planned(dense, "--hardware", hardware, "--tp-size", ranks, *TINY, *more).rows}
@@ -242,10 +216,6 @@ def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
     assert planned("--shape", "8b", *H100).speeds == "vllm"
     for engine in known_engines():
         assert basis("2", "--speeds", engine) == {"calibrated" if engine == timed else "predicted"}
-    outcome = invoke("plan", dense, "--hardware", hardware, "--tp-size", "2,8", *TINY)
-    assert "wire was not timed at 8 ranks (extrapolated from 2 and 4 ranks)" in outcome.stdout
-    assert "batch 1 (calibrated)" in outcome.stdout
-    assert "batch 1 (predicted)" in outcome.stdout
     content = yaml.safe_load(hardware.read_text())
     for key in ("link", "device"):
         hardware.write_text(yaml.safe_dump({**content, key: {**content[key], "calibrated": False}}))
@@ -326,10 +296,6 @@ def test_plan_recipe_convert_bench(dense, costs, tmp_path):
     result = PlanResult.from_dict(json.loads((tmp_path / "plan.json").read_text()), "plan.json")
     choice = result.choice
     assert [row.speedup for row in result.rows if row.name == "chosen"] == [pytest.approx(choice.chosen.speedup)]
-    assert "3 of 3: " in outcome.stderr or choice.is_verified
-    assert outcome.stderr.count("loading torch") == 1
-    assert f"speed {choice.chosen.speedup:.3f}x" in " ".join(outcome.stdout.partition("Measured")[2].split())
-    assert f"convert {dense} dense-planned --recipe {recipe}" in outcome.stdout
     assert not list(tmp_path.glob("measured-*"))
     check_measured(dense, costs.with_name("ids.npy"), choice.chosen)
     invoke_well("convert", dense, out, "--recipe", recipe, "--no-verify")
@@ -343,7 +309,7 @@ def test_what_was_measured_is_kept_until_the_plan_is_written(dense, costs, tmp_p
     with mock.patch.object(run, "write_json", side_effect=UserError("the disk is full")):
         assert "the disk is full" in one_sentence(choice_of(dense, costs, *budget))
     assert list(tmp_path.glob("measured-plan-*"))
-    with mock.patch.object(measure, "window_nlls", None):  # nothing is computed again
+    with mock.patch.object(measure.LayerwiseScores, "__call__", None):  # nothing is computed again
         assert choice_of(dense, costs, *budget).code == 0
     assert not list(tmp_path.glob("measured-*"))
 
@@ -373,11 +339,14 @@ def test_choices_that_are_refused(dense, costs, tmp_path):
 def test_groups_of_ranks_that_a_slow_link_joins():
     """Two machines of 8: what is late or dropped crosses the link between them less, and sums within one do not."""
     slow = random.uniform(2, 20)
-    machines = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", 16, "--sync-tp-size", 2)
-    slower, faster = (
-        {row.name: row for row in planned("--shape", "70b", *machines, "--batch-size", 2, "--outer-link", outer).rows}
+    machines = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "8,16", "--sync-tp-size", 2)
+    plans = [
+        planned("--shape", "70b", *machines, "--batch-size", 2, "--outer-link", outer).groups()
         for outer in (f"40,{slow}", f"40,{2 * slow}")
-    )
+    ]
+    inside = [[row.speedup for row in alone] for alone, _ in plans]
+    assert inside[0] == inside[1]  # of one machine
+    slower, faster = ({row.name: row for row in joined} for _, joined in plans)
     for name in ("dense", "ladder", "delayed", "spd"):
         assert slower[name].prefill_ms > faster[name].prefill_ms
     assert slower["2 replicas"].prefill_ms == faster["2 replicas"].prefill_ms  # each on a machine of its own

@@ -177,94 +177,81 @@ def test_kernels_and_launches_count_by_themselves():
 # ---- what changes no result ----
 
 
-class HandMachine:
+def random_serving(ranks: int, batch: int, **device: object) -> Serving:
     """Kernels of a microsecond and messages: nothing else takes time."""
+    kernels = {"attention_kernels": 5, "mlp_kernels": 5, "rest_kernels": random.randint(1, 9)}
+    engine = dataclasses.replace(BARE, **kernels, norm_kernels=random.randint(1, 3), replicate_vocab=True)
+    rows = [InterconnectRow(count, random.uniform(20, 90), random.uniform(1, 9)) for count in (2, 4, 8)]
+    wire = Interconnect("wire", rows, 0.2, 0.1, False, "a test")
+    spec = dataclasses.replace(only(), kernel_us=1.0, **device)
+    return Serving(random_config(), "bfloat16", False, spec, engine, (wire,), ranks, batch, 7, 5)
 
-    def __init__(self, ranks: int, batch: int, **device: object) -> None:
-        config = random_config()
-        self.kernels, self.rest = 5, random.randint(1, 9)
-        kernels = {"attention_kernels": self.kernels, "mlp_kernels": self.kernels, "rest_kernels": self.rest}
-        engine = dataclasses.replace(BARE, **kernels, norm_kernels=random.randint(1, 3), replicate_vocab=True)
-        self.rows = [InterconnectRow(count, random.uniform(20, 90), random.uniform(1, 9)) for count in (2, 4, 8)]
-        wire = Interconnect("wire", self.rows, 0.2, 0.1, False, "a test")
-        spec = dataclasses.replace(only(), kernel_us=1.0, **device)
-        self.serving = Serving(config, "bfloat16", False, spec, engine, (wire,), ranks, batch, 7, 5)
 
-    def message_us(self, ranks: int, rows: int) -> float:
-        """A ring carries 2 (N - 1) / N of a message."""
-        if ranks == 1:
-            return 0.0
-        row = next(row for row in self.rows if row.ranks == ranks)
-        size = 2 * rows * self.serving.config["hidden_size"]
-        return row.alpha_us + size * 2 * (ranks - 1) / ranks / (row.bus_gb_s * 1e3)
+def dense_ms(serving: Serving) -> tuple[float, float, float]:
+    """By hand: prefill, decode step, all of them."""
+    layers, hidden = (serving.config[name] for name in ("num_hidden_layers", "hidden_size"))
+    kernels, link = layers * 10 + serving.engine.rest_kernels, serving.links[0].at(serving.ranks)
+    messages = [link.seconds(2 * serving.batch_size * tokens * hidden) for tokens in (7, 1)]
+    prefill, decode = (kernels / 1e3 + 2 * layers * seconds * 1e3 for seconds in messages)
+    return prefill, decode, prefill + 4 * decode
 
-    def ms(self, ranks: int, batch: int) -> tuple[float, float, float]:
-        """Prefill, decode step, all of them: of the dense model."""
-        layers = self.serving.config["num_hidden_layers"]
-        compute = layers * 2 * self.kernels + self.rest
-        prefill, decode = (compute + 2 * layers * self.message_us(ranks, batch * tokens) for tokens in (7, 1))
-        return prefill / 1e3, decode / 1e3, (prefill + 4 * decode) / 1e3
 
-    def change(self, **changes: object) -> None:
-        """Changes fields of the device, the link, or the whole."""
-        device = {name: changes.pop(name) for name in [*changes] if not hasattr(self.serving, name)}
-        changed = dataclasses.replace(self.serving.device, **device)
-        self.serving = dataclasses.replace(self.serving, device=changed, **changes)
+def planned(serving: Serving):
+    return {row.name: row for row in planned_rows(serving, {})}
 
-    @property
-    def planned(self):
-        return {row.name: row for row in planned_rows(self.serving, {})}
 
-    @property
-    def exact(self):
-        """All of these ranks, or replicas of them."""
-        return {name: row for name, row in self.planned.items() if row.kind == "exact" and not name.endswith(" ranks")}
+def exact(serving: Serving):
+    """All of these ranks, or replicas of them."""
+    rows = planned(serving)
+    return {name: row for name, row in rows.items() if row.kind == "exact" and not name.endswith(" ranks")}
+
+
+def with_device(serving: Serving, **changes: object) -> Serving:
+    return dataclasses.replace(serving, device=dataclasses.replace(serving.device, **changes))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_replicas_by_hand(ranks):
     """Each takes its part of the batch over its part of the ranks; the largest part is what is waited for."""
     batch = random.randint(2, 9)
-    hand = HandMachine(ranks, batch)
+    serving = random_serving(ranks, batch)
     counts = [count for count in (2, 4, 8) if count <= min(ranks, batch)]
-    assert list(hand.exact) == [f"{count} replicas" for count in counts]
+    assert list(exact(serving)) == [f"{count} replicas" for count in counts]
     count = random.choice(counts)
-    name, part = f"{count} replicas", math.ceil(batch / count)
-    one = hand.exact[name]
-    prefill, decode, whole = hand.ms(ranks // count, part)
+    replica = dataclasses.replace(serving, ranks=ranks // count, batch_size=math.ceil(batch / count))
+    one, (prefill, decode, whole) = exact(serving)[f"{count} replicas"], dense_ms(replica)
     assert (one.prefill_ms, one.decode_ms_per_token) == pytest.approx((prefill, decode))
-    assert one.speedup == pytest.approx(hand.ms(ranks, batch)[2] / whole)
+    assert one.speedup == pytest.approx(dense_ms(serving)[2] / whole)
     assert one.tokens_per_s == pytest.approx(1e3 * batch * 5 / whole)
     assert one.speedup_low < one.speedup < one.speedup_high
-    need = memory_need(dataclasses.replace(hand.serving, ranks=ranks // count, batch_size=part), Layout.dense(3))
+    need = memory_need(replica, Layout.dense(3))
     assert (one.memory_need_bytes, one.fits) == (need, None)
     for more, fits in ((0, False), (2**20, True)):
-        hand.change(memory_gib=(need + more - 1) / 2**30)
-        assert (name in hand.exact) is fits
-    hand.change(memory_gib=None, batch_size=1)
-    assert hand.exact == {}
+        room = with_device(serving, memory_gib=(need + more - 1) / 2**30)
+        assert (f"{count} replicas" in exact(room)) is fits
+    assert exact(dataclasses.replace(serving, batch_size=1)) == {}
 
 
 def test_fewer_ranks_by_hand():
     """Where they are faster than all of them, one replica with the whole batch is a row; the others idle."""
-    hand = HandMachine(8, 1)
-    times = {ranks: hand.ms(ranks, 1)[2] for ranks in (1, 2, 4, 8)}
-    faster = [f"{ranks} of 8 ranks" for ranks in (4, 2, 1) if times[ranks] < times[8]]
-    rows = hand.planned
-    assert [name for name in rows if name.endswith(" ranks")] == faster
-    for name in faster:
-        assert rows[name].speedup == pytest.approx(times[8] / times[int(name[0])])
+    serving = random_serving(8, 1)
+    times = {ranks: dense_ms(dataclasses.replace(serving, ranks=ranks))[2] for ranks in (1, 2, 4, 8)}
+    expected = {f"{ranks} of 8 ranks": times[8] / times[ranks] for ranks in (4, 2, 1) if times[ranks] < times[8]}
+    found = {name: row.speedup for name, row in planned(serving).items() if name.endswith(" ranks")}
+    assert found == pytest.approx(expected)
+    assert list(found) == list(expected)
 
 
 def test_a_fused_norm_by_hand():
     """As much faster as is documented, in the phases whose messages are fused; less certain where sources disagree."""
-    hand = HandMachine(8, 3)
-    prefill, decode, whole = hand.ms(8, 3)
-    sizes = [2 * 3 * tokens * hand.serving.config["hidden_size"] / 2**20 for tokens in (1, 7)]
+    serving = random_serving(8, 3)
+    prefill, decode, whole = dense_ms(serving)
+    sizes = [2 * 3 * tokens * serving.config["hidden_size"] / 2**20 for tokens in (1, 7)]
 
-    def fused(most, faster_unfused=None):
-        hand.change(fused_norm_mib={8: most}, faster_unfused_mib={} if faster_unfused is None else {8: faster_unfused})
-        return hand.exact.get("fused")
+    def fused(most, faster_unfused=None, **changes):
+        limits = {"fused_norm_mib": {8: most}}
+        limits["faster_unfused_mib"] = {} if faster_unfused is None else {8: faster_unfused}
+        return exact(with_device(dataclasses.replace(serving, **changes), **limits)).get("fused")
 
     both = fused(sizes[1])
     assert (both.prefill_ms, both.decode_ms_per_token) == pytest.approx((prefill / 1.125, decode / 1.125))
@@ -276,14 +263,11 @@ def test_a_fused_norm_by_hand():
     assert (steps.prefill_ms, steps.decode_ms_per_token) == pytest.approx((prefill, decode / 1.125))
     assert steps.speedup == pytest.approx(whole / (prefill + 4 * decode / 1.125))
     assert fused(sizes[0] / 1.01) is None
-    fused(sizes[1])
-    over_pcie = dataclasses.replace(hand.serving.links[0], medium="pcie")
-    hand.change(links=(over_pcie,))
-    assert "fused" not in hand.exact
+    assert fused(sizes[1], links=(dataclasses.replace(serving.links[0], medium="pcie"),)) is None
     # replicas are fused where vLLM fuses
-    hand = HandMachine(8, 3, fused_norm_mib={4: 1e6})
-    prefill, decode, _ = hand.ms(4, 2)
-    one = hand.exact["2 replicas"]
+    serving = random_serving(8, 3, fused_norm_mib={4: 1e6})
+    prefill, decode, _ = dense_ms(dataclasses.replace(serving, ranks=4, batch_size=2))
+    one = exact(serving)["2 replicas"]
     assert (one.prefill_ms, one.decode_ms_per_token) == pytest.approx((prefill / 1.125, decode / 1.125))
 
 

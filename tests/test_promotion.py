@@ -11,7 +11,7 @@ from ladderize.layout import Layout
 from ladderize.sweep import run
 from ladderize.sweep.plan import Entrant, promoted, ranking
 from tests.helpers import fresh_rng, invoke, invoke_well
-from tests.sweeps import plan_of, ran, read, spec, stages_here, sweep, write
+from tests.sweeps import ran, read, spec, stages_here, sweep, write
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -192,9 +192,3 @@ def test_two_rounds(place, played):
     assert sorted(last) == ["done", "not promoted", "not promoted"]
     middle = [point["stages"][-1]["status"] for point in points if point["adapted"] == "align + full"]
     assert sorted(middle) == ["done", "done"]
-
-
-def test_two_entries_of_one_layout_take_one_place(place, tmp_path):
-    layouts = [*LAYOUTS, {"name": "again", "ladder": "0:4"}]
-    plan = plan_of(tmp_path, tournament(place, layouts=layouts, bench=None))
-    assert len(plan.unplanned()) == 3

@@ -10,18 +10,21 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from ladderize.console import Console, printable
+from ladderize.console import printable
 from ladderize.layout import Layout
 from ladderize.report.documents import find_documents
 from ladderize.report.join import join_documents
-from ladderize.report.models import pareto_front
 from ladderize.report.page import build_page
-from ladderize.report.plots import ACCURACY, PERPLEXITY
-from ladderize.sweep.show import show_models
-from ladderize.sweep_document import StageState
-from tests.evaluations import Written
-from tests.helpers import ROOT, change_json, edit_json, fresh_rng, invoke, invoke_well, one_sentence
-from tests.report_documents import bench_document, eval_document, layouts, write_document, write_metrics, write_sweep
+from tests.helpers import change_json, edit_json, fresh_rng, invoke, invoke_well, one_sentence
+from tests.report_documents import (
+    Written,
+    bench_document,
+    eval_document,
+    layouts,
+    write_document,
+    write_metrics,
+    write_sweep,
+)
 
 POINTS = {"ladder": -0.3, "spd": -20.0, "both": -35.0}  # from dense: one model slightly and two far worse
 SPEEDUPS = {"ladder": 1.2, "spd": 1.3, "both": 1.5}  # all faster
@@ -132,14 +135,6 @@ def test_times_of_random_weights_are_never_joined_to_an_accuracy(files):
     assert "Random weights: only the times mean something." in next(p for p in page.plots if p.name == "speed").caption
 
 
-def test_without_a_score_or_a_converted_model_nothing_is_known(tmp_path):
-    text, _ = answer_of(write_files(tmp_path, points=None))
-    assert text.startswith("The accuracy was not measured")
-    page = page_of(write_files(tmp_path, points={}, speedups={}, models={"dense": layouts()["dense"]}))
-    assert page.answer.headline.startswith("The accuracy was not measured")
-    assert "The trade-off" not in page.sections
-
-
 def test_each_accuracy_is_over_the_tasks_of_its_difference(tmp_path):
     """Dense's over its own tasks. What the others have in common with it may be less, and is said."""
     right = {(name, task): fresh_rng().random(90) < 0.6 for name in ("dense", "ladder", "spd") for task in ("a", "b")}
@@ -222,9 +217,6 @@ def test_a_model_that_failed_the_check_has_no_times(tmp_path):
         assert all(one.timings for one in content.models if one is not twin)
 
 
-LATE = StageState("adapt", "", "not promoted", message="it is not among the 1 best")
-
-
 @pytest.fixture
 def sweep(tmp_path):
     """Three points of one layout, and one of another: what was retrained longer is better, and near the dense model."""
@@ -254,42 +246,6 @@ def test_the_page_of_a_sweep(sweep):
     assert {plot.name for plot in page.plots} == plots
     other = shutil.copytree(sweep, sweep.with_name("other"))  # points that two sweeps share are shown once
     assert sorted(models_of(page_of(sweep, other))) == ["dense", "ladder", "ladder-1000", "ladder-9000", "spd"]
-
-
-def test_models_of_one_name_in_two_sweeps_are_told_apart(sweep):
-    other = shutil.copytree(sweep, sweep.parent / "again" / "sweep")
-
-    def change(document):
-        for point in document["points"][1:]:
-            point.update(model=f"others/{point['name']}", results=None, adaptation=None)
-
-    change_json(other / "sweep.json", change)
-    folder = sweep.parent.name
-    names = {f"{point} ({place}/sweep)" for point in ("ladder", "spd") for place in (folder, "again")}
-    assert names <= {*models_of(page_of(sweep, other))}
-
-
-def test_the_table_at_the_end_of_a_sweep_is_the_answer(sweep, capsys):
-    """The first four columns of the page's, and the reasons of models without numbers."""
-    change_json(sweep / "sweep.json", lambda d: d["points"][1]["stages"].append(LATE.to_dict()))
-    show_models(sweep, Console())
-    head, *lines = capsys.readouterr().out.strip().splitlines()
-    assert re.split("  +", head) == ["model", "points from dense", "within 2 points", "measured speed-up"]
-    assert max(map(len, lines[:6])) <= 100  # the line below the head, and a row for each model
-    assert f"ladder: {LATE.message}" in lines
-
-
-def test_a_line_of_the_recovery_is_of_one_conversion(sweep):
-    """Of one layout there may be several: heads and neurons as they lie, and assigned."""
-
-    def change(document):
-        for point in document["points"]:
-            output = "stages/assigned" if point["name"] == "ladder-9000" else "stages/plain"
-            point["stages"] = [StageState("convert", output, "done").to_dict()]
-
-    change_json(sweep / "sweep.json", change)
-    found = [(row["conversion"], row["tokens"]) for row in rows_of(page_of(sweep), "recovery") if "full" in row["line"]]
-    assert sorted(found) == [("stages/assigned", 9000), ("stages/plain", 0), ("stages/plain", 1000)]
 
 
 def test_of_one_layout_the_most_accurate_is_recommended(tmp_path):
@@ -336,30 +292,6 @@ def test_a_retraining_is_drawn_by_its_divergence(tmp_path):
     rows = [(row["name"], row["y"]) for row in rows_of(page, "heldout")]
     assert rows[1:] == [(f"{tmp_path.name}/adapted", 4.0), ("other/adapted", 9.0), ("other/adapted", 5.0)]
     assert "Dashed: the dense model, 3.4." in page.plots[-1].caption
-
-
-def test_the_front_is_what_nothing_else_dominates():
-    rng = fresh_rng()
-    for count in (0, 1, 2, 30):
-        points = [tuple(map(float, pair)) for pair in rng.integers(0, 6, (count, 2))]  # small numbers: many ties
-        expected = [
-            not any(all(b >= a for a, b in zip(one, other, strict=True)) and other != one for other in points)
-            for one in points
-        ]
-        assert pareto_front(points) == expected
-
-
-@pytest.mark.parametrize("measure", [ACCURACY, PERPLEXITY], ids=["accuracy", "perplexity"])
-def test_no_model_takes_the_height_of_the_others(measure):
-    """Of the real model's sweep, one layout of which has 1,700 times the perplexity of dense."""
-    models = json.loads((ROOT / "benchmarks/results/real_sweep.json").read_text())["models"]
-    dense = models[0]["perplexity"]
-    growth = [math.log(model["perplexity"] / dense) for model in models]
-    losses = growth if measure is PERPLEXITY else [model["points"]["value"] for model in models]
-    sizes = np.sign(losses) * np.log1p(np.abs(losses) / measure.linear)  # Vega's symlog
-    heights = np.sort(sizes if measure.more_is_better else -sizes)
-    assert np.diff(heights).max() < 0.4 * np.ptp(heights)
-    assert heights[-1] == pytest.approx(0.0, abs=0.2)  # dense or better is on top
 
 
 class Reader(HTMLParser):

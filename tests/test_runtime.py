@@ -1,16 +1,20 @@
 """The tensor-parallel runtime against the oracle and the Hugging Face model: every layout and family, ranks, backends,
 dtypes, batches."""
 
+import math
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from ladderize.runtime import launch
 from ladderize.runtime import launch as distributed
-from tests.groups import run_all_models, run_models
-from tests.helpers import FAMILIES, LAYOUTS, make_model, random_ids
+from ladderize.runtime.collectives.links import SLICED_BYTES
+from ladderize.runtime.decode import FixedPass, Generator
+from ladderize.runtime.schedule import Schedule
+from tests.groups import make_generator, run_all_models, run_models
+from tests.helpers import FAMILIES, LAYOUTS, LLAMA_3_ROPE, SHAPE, make_layout, make_model, random_ids
 from tests.oracle import Oracle, assert_likeliest
-from tests.test_convert import LLAMA_3_ROPE
 
 
 class Run(NamedTuple):
@@ -153,3 +157,87 @@ def test_rope_scaling_and_tied_embeddings(tmp_path, rope):
     items = {"m": (tmp_path / "m", ids, [[3], [5, 7]], 2)}
     (result,) = distributed.run(run_models, items, "auto", tp_size=1, device="cpu", threads=1).values()
     torch.testing.assert_close(torch.from_numpy(result["logits"]), expected, rtol=1e-4, atol=1e-4)
+
+
+TOKENS, SHORT = 26, 11  # windows are shorter than either
+LIMITS = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(scope="module", params=["llama", *FAMILIES])
+def opened(request, tmp_path_factory):
+    """A model of transformers, a generator of the same weights, ids, and what the model makes of them."""
+    folder = tmp_path_factory.mktemp("model")
+    model = make_model("same layer", model_type=request.param)
+    model.save_pretrained(folder)
+    ids = random_ids(2, TOKENS)
+    with torch.inference_mode():
+        logits = model(ids).logits
+        yield model, make_generator(folder, 2, 40), ids, logits
+
+
+def test_padding_and_the_step_that_cuda_graphs_capture(opened):
+    _, generator, ids, expected = opened
+    first, second = 20, SHORT
+    for fixed in (False, True):
+        found = generator.prefill([ids[0, :first].tolist(), ids[1, :second].tolist()])
+        step = FixedPass(generator, 40)
+        for more in range(TOKENS - first):
+            torch.testing.assert_close(found[0], expected[0, first + more - 1], **LIMITS)
+            torch.testing.assert_close(found[1], expected[1, second + more - 1], **LIMITS)
+            tokens = torch.stack((ids[0, first + more], ids[1, second + more]))
+            step.set(tokens[:, None], first + more, generator.padding)
+            found = step.run() if fixed else generator.decode_one_token(tokens)
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(2, 2), (1, 3)])
+def test_parts_of_a_schedule(opened, rows, chunks):
+    _, generator, ids, expected = opened
+    cache = generator.cache.batch_rows(0, rows)
+    parts = Generator(generator.model, generator.rope, cache, schedule=Schedule("domino", chunks))
+    found = generator.model.logits(parts.read(ids[:rows]))
+    torch.testing.assert_close(found, expected[:rows], **LIMITS)
+
+
+RANKS, STEPS = 4, 24
+# two virtual ranks of two processes each; (layout, family)
+CASES = [
+    ("delayed all 2", "llama"),
+    ("spd all 2", "llama"),
+    ("mixed", "llama"),
+    ("same layer with biases", "llama"),
+    ("same layer delayed with biases", "llama"),
+    ("delayed all 2", "granite"),
+    ("same layer delayed with biases", "qwen3"),
+]
+WIDE = (8, 40)  # rows and tokens whose sums are sent in slices; those of a few tokens are sent whole
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    folder, items, models = tmp_path_factory.mktemp("models"), {}, {}
+    for name, family in CASES:
+        model = make_model(name, model_type=family, max_position_embeddings=128)
+        path = folder / f"{name} {family}".replace(" ", "_")
+        model.save_pretrained(path)
+        prompts = [random_ids(7).tolist(), random_ids(4).tolist()]
+        models[name, family] = model
+        items[name, family] = (path, random_ids(2, 9), prompts, STEPS)
+        items[name, family, "wide"] = (path, random_ids(*WIDE), prompts * 4, 1)
+    assert math.prod(WIDE) * SHAPE["hidden_size"] * 4 >= SLICED_BYTES
+    found = launch.run(run_all_models, [(items, False)], "auto", tp_size=RANKS, device="cpu", threads=1)
+    return models, items, found[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_tokens_are_those_of_the_virtual_ranks(computed, case):
+    models, items, found = computed
+    for key in (case, (*case, "wide")):
+        assert_computed(models[case], items[key], found[key])
+
+
+def test_messages_that_cross_the_slow_link(computed):
+    """Of dropped sums nothing does; sums of all ranks are counted apart from those across groups."""
+    modes = {name: make_layout(name) for name, _ in CASES}
+    for (name, family), result in ((key, found) for key, found in computed[2].items() if len(key) == 2):
+        sent = [*modes[name].attention_sync, *modes[name].mlp_sync]
+        assert result["all_reduces"] == 1 + sum(mode in ("blocking", "overlapped") for mode in sent), (name, family)

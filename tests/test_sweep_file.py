@@ -85,36 +85,9 @@ def test_the_forms_of_a_chain(place):
 # ---- the plan ----
 
 
-def test_a_stage_that_ways_of_adapting_share_runs_once(place, tmp_path):
-    """Also one that stands alone and begins a chain; the model in between is a point only where it is an entry."""
-    data = str(place / "ids.npy")
-    full = {"method": "full", "max_tokens": "1k"}
-    lora = {"method": "lora", "max_tokens": "1k"}
-    adapt = [[full, lora], full, [full, "blocks"], [full]]
-    document = planned(place, tmp_path, adapt=adapt, data=data, layouts=[{"ladder": "all"}])
-    titles = [stage["title"] for stage in document["stages"]]
-    assert [title for title in titles if not title.startswith("bench")] == [
-        "eval: dense",
-        "convert: ladder 0:4",
-        "adapt: ladder 0:4+full",
-        "adapt: ladder 0:4+full+lora",
-        "eval: ladder 0:4+full+lora",
-        "eval: ladder 0:4+full",
-        "adapt: ladder 0:4+full+blocks",
-        "eval: ladder 0:4+full+blocks",
-    ]
-    first, second, third = (stage for stage in document["stages"] if stage["stage"] == "adapt")
-    for later in (second, third):
-        assert f"ladderize adapt {first['output']}/model " in later["command"]
-
-
 LORA = {"method": "lora", "max_steps": 3}
 NAMES = {
     "one way": (["align", ["align", LORA]], ["+align", "+align+lora"]),
-    "a grid": (
-        [{"method": "align", "samples": [64, 256], "seq_len": 32}],
-        ["+align(--samples 64)", "+align(--samples 256)"],
-    ),
     "an option that one of them has": (
         [LORA, {**LORA, "lora_rank": 2, "lr": 1e-3}],
         ["+lora", "+lora(--lora-rank 2 --lr 0.001)"],
@@ -144,39 +117,15 @@ def test_a_dry_run_writes_nothing(place, tmp_path):
     assert kinds == ["eval", "convert", "eval", "convert", "eval", "convert", "eval", "adapt", "eval", "bench"]
     assert document["unplanned"] == []
     assert not any(stage["kept"] for stage in document["stages"])
-    shown = invoke("sweep", tmp_path / "s.yaml", "--out", tmp_path / "out", "--dry-run")
-    head, *_, last = shown.stdout.splitlines()
-    assert head.split() == ["stage", "status"]  # no column is empty, and none without a name
-    assert last == "0 of 10 stages are kept"
     assert listing(tmp_path) == ["s.yaml"]
-
-
-def test_a_dry_run_estimates_time_where_it_is_known(place, tmp_path):
-    """As long as the longest stage of the same work took."""
-    stages = planned(place, tmp_path)["stages"]
-    for stage, seconds in zip([one for one in stages if one["stage"] == "convert"], (60, 120), strict=False):
-        folder = tmp_path / "out" / stage["output"]
-        (folder / "model").mkdir(parents=True)
-        (folder / "model" / "config.json").write_text("{}")
-        (folder / "stage.json").write_text(json.dumps({"seconds": seconds}))
-    shown = invoke_well("sweep", tmp_path / "s.yaml", "--out", tmp_path / "out", "--dry-run").stdout
-    assert shown.splitlines()[0].split() == ["stage", "status", "time"]
-    assert len(re.findall(r"^convert: .*  to run  about 2 min$", shown, re.MULTILINE)) == 1
-    assert shown.endswith("\n2 of 10 stages are kept; 1 of the others take about 2 min\n")
 
 
 # ---- what is refused ----
 
 
 FULL = {"method": "full", "data": "x.npy", "max_tokens": "1k"}
-HALF = {"name": "half", "ladder": "0"}
 REFUSED = {
-    "an unknown key": ({"layout": "a"}, "unknown key 'layout' .*; known are model, out,"),
     "what the sweep decides": ({"adapt": [{**FULL, "align": True}]}, r"adapt\[0\]: align cannot be given here"),
-    "an entry that is not there": (
-        {"adapt": [{**FULL, "layouts": "most"}], "layouts": [HALF]},
-        "layouts names 'most', but no layout has this name; known are half",
-    ),
     "align after others": (
         {"adapt": [[FULL, {"method": "align", "data": "x.npy"}]]},
         r"adapt\[0\]: align solves anew .*put it first",
@@ -188,7 +137,6 @@ REFUSED = {
     ),
     "data to train on": ({"adapt": [{**FULL, "data": "nowhere.npy"}]}, "nowhere.npy names nothing that exists"),
     "a long prompt": ({"bench": [{"prompt_len": 99}]}, r"bench\[0\].*over the model's 64 positions"),
-    "ranks that a model does not run on": ({"bench": [{**FAST, "tp_size": 3}]}, r"bench\[0\]: --tp-size 3 does not"),
 }
 
 

@@ -183,41 +183,27 @@ def test_how_a_stage_starts_is_no_part_of_it(place, tmp_path, monkeypatch):
     assert len({started(gpus, batch_size=None)[3] for gpus in (0, 1, 2, 3)}) == 3
 
 
-def test_layouts_with_and_without_an_assignment(place, tmp_path):
-    """The assignment is computed by the sweep's data; what they hold decides the stage."""
-    data = tmp_path / "mine.npy"
-    np.save(data, np.load(place / "ids.npy"))
-    entry = {"spd": "all", "sync_tp_size": 2, "assign": ["none", "neurons", "heads,neurons"]}
-    content = spec(place, bench=None, adapt=None, data=str(data), layouts=[entry])
-    plan, assigned = plan_of(tmp_path, content), ["", ", neurons assigned", ", heads and neurons assigned"]
-    assert [point.name for point in plan.points()[1:]] == [f"spd 0:4 (sync_tp_size 2){words}" for words in assigned]
-    commands = [stage.command for stage in plan.stages() if stage.kind == "convert"]
-    assert [str(data) in words for words in commands] == [False, True, True]
-    before = keys(tmp_path, content)
-    np.save(data, np.load(place / "heldout.npy"))
-    changed = [key for key, kind in keys(tmp_path, content).items() if kind == "convert" and key not in before]
-    assert len(changed) == 2
-
-
-def test_a_layout_of_a_recipe(place, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("ladder: '1:3'")
-    content = spec(place, layouts=[{"recipe": str(recipe)}], adapt=None, bench=None)
-    (named,) = plan_of(tmp_path, content).plan.layouts
-    assert named.label == "ladder 1:3"
-    before = keys(tmp_path, content)
-    recipe.write_text("ladder: '1:3'\ndtype: bfloat16")
-    assert [key in before for key in keys(tmp_path, content)] == [True, False, False]  # the dense model's stays
-
-
-def test_a_link_of_a_file(place, tmp_path, monkeypatch):
-    """Stages run in the sweep's folder, and the file's content decides what is timed."""
-    card = (ROOT / "examples" / "hardware" / "my-card.yaml").read_text()
-    (tmp_path / "card.yaml").write_text(card)
+def test_what_files_hold_decides(place, tmp_path, monkeypatch):
+    """A recipe, what an assignment is computed on, and a link, whose file stages find from the sweep's folder."""
     monkeypatch.chdir(tmp_path)
+    recipe, data, card = Path("recipe.yaml"), Path("mine.npy"), Path("card.yaml")
+    recipe.write_text("ladder: '1:3'")
+    np.save(data, np.load(place / "ids.npy"))
+    card.write_text((ROOT / "examples" / "hardware" / "my-card.yaml").read_text())
+    assigned = {"spd": "all", "sync_tp_size": 2, "assign": ["none", "neurons", "heads,neurons"]}
+    layouts = [{"recipe": str(recipe)}, assigned]
     emulated = {**FAST, "emulate_tp": 2, "link": ["card.yaml", "50,10"]}
-    content = spec(place, layouts=[{"ladder": "all"}], adapt=None, bench=[emulated])
-    before = {stage.key: stage for stage in plan_of(tmp_path, content).benches()}
-    assert [str(tmp_path / "card.yaml") in stage.command for stage in before.values()] == [True, False]
-    (tmp_path / "card.yaml").write_text(card + "\n# measured again\n")
-    assert [stage.key in before for stage in plan_of(tmp_path, content).benches()] == [False, True]
+    content = spec(place, layouts=layouts, adapt=None, data=str(data), bench=[emulated])
+    commands = [stage.command for stage in plan_of(tmp_path, content).stages()]
+    assert [sum(str(tmp_path / file) in command for command in commands) for file in (data, card)] == [2, 1]
+
+    def rerun(change):
+        before = keys(tmp_path, content)
+        change()
+        return sorted(kind for key, kind in keys(tmp_path, content).items() if key not in before)
+
+    assert rerun(lambda: recipe.write_text("ladder: '1:3'\ndtype: bfloat16")) == ["bench"] * 2 + ["convert", "eval"]
+    assert (
+        rerun(lambda: np.save(data, np.load(place / "heldout.npy"))) == ["bench"] * 2 + ["convert"] * 2 + ["eval"] * 2
+    )
+    assert rerun(lambda: card.write_text(f"{card.read_text()}\n# measured again\n")) == ["bench"]

@@ -6,11 +6,11 @@ import pytest
 
 from ladderize.errors import UserError
 from ladderize.vllm import environment
-from ladderize.vllm.environment import REQUIREMENT, check_vllm, is_newer, newer_problem
+from ladderize.vllm.environment import REQUIREMENT, check_vllm, is_newer, version_problem
 from tests.helpers import ROOT
 
 # names of the standard library; a decoder is given "strict", and keeps it
-LACKING = {"json": {"": "loads other", "JSONDecoder": "decode loose", "Gone": "x"}, "json.no_such_module": {"": "x"}}
+LACKING = {"json": "loads other", "json:JSONDecoder": "decode loose", "json:Gone": "x", "json.no_such_module": "x"}
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,7 @@ LACKING = {"json": {"": "loads other", "JSONDecoder": "decode loose", "Gone": "x
 def test_versions(monkeypatch, version, taken, newer):
     """Older ones are refused; newer ones where they lack what is touched."""
     monkeypatch.setattr(environment, "installed_version", lambda: version)
+    monkeypatch.setattr(environment, "TOUCHED", {"json": "loads"})
     assert is_newer() == newer
     if taken:
         check_vllm()
@@ -35,9 +36,10 @@ def test_versions(monkeypatch, version, taken, newer):
         with pytest.raises(UserError, match=re.escape(f"this is vLLM {version}; pip install")):
             check_vllm()
     monkeypatch.setattr(environment, "TOUCHED", LACKING)
-    problem = newer_problem()
-    assert (problem is not None) == newer
-    assert problem is None or "json:other, json:JSONDecoder.loose, json:Gone, json.no_such_module;" in problem
+    problem = version_problem()
+    assert (problem is None) == (taken and not newer)
+    if newer:
+        assert "json:other, json:JSONDecoder.loose, json:Gone, json.no_such_module;" in problem
 
 
 def test_the_advice_is_what_the_extra_installs():

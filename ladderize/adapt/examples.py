@@ -10,7 +10,7 @@ An example longer than ``seq_len`` is cut: ids and texts into pieces, each an ex
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -66,18 +66,14 @@ class Encoder:
         return dict(zip(COLUMNS, map(list, zip(*examples, strict=True)), strict=True))
 
     def encode(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> list[EncodedRow]:
-        """Return what each row gives. A batch is tokenised together, which is faster."""
+        """Return what each row gives; UserError for unknown ids. A batch is tokenised together, which is faster."""
         columns = zip(*batch.values(), strict=True)
         rows = [
             Row(dict(zip(batch, values, strict=True)), f"{self.name}, row {number + 1}")
             for number, values in zip(numbers, columns, strict=True)
         ]
-        encoders: dict[str, Callable[[list[Row]], list[EncodedRow]]] = {
-            "input_ids": lambda rows: [EncodedRow([read_ids(row)], in_pieces=True) for row in rows],
-            "text": self._texts,
-            "prompt": self._completions,
-            "conversation": self._chats,
-        }
+        encoders = {"text": self._texts, "prompt": self._completions, "conversation": self._chats}
+        encoders["input_ids"] = lambda rows: [EncodedRow([read_ids(row)], in_pieces=True) for row in rows]
         encoded: dict[int, EncodedRow] = {}
         by_format: dict[str, list[int]] = {}
         for index, row in enumerate(rows):
@@ -87,26 +83,22 @@ class Encoder:
                 encoded[index] = EncodedRow(problem=str(problem))
         for name, indices in by_format.items():
             encoded.update(zip(indices, encoders[name]([rows[index] for index in indices]), strict=True))
-        return [self._checked(row, encoded[index]) for index, row in enumerate(rows)]
-
-    def _checked(self, row: Row, encoded: EncodedRow) -> EncodedRow:
-        """Return what a row gives, with a problem where nothing is scored; raises UserError for unknown ids."""
-        if encoded.problem:
-            return encoded
-        check_vocabulary([ids for ids, _ in encoded.examples], self.vocab_size, row.origin)
-        if any(scored[1:].any() for _, scored in encoded.examples):
-            return encoded
-        lengths = " and ".join(str(len(ids)) for ids, _ in encoded.examples) or "0"
-        return EncodedRow(problem=f"{row.origin}: gives {lengths} tokens, none of which the loss could score")
+        for index, row in enumerate(rows):
+            examples = encoded[index].examples
+            check_vocabulary([ids for ids, _ in examples], self.vocab_size, row.origin)
+            if not encoded[index].problem and not any(scored[1:].any() for _, scored in examples):
+                lengths = " and ".join(str(len(ids)) for ids, _ in examples) or "0"
+                reason = f"{row.origin}: gives {lengths} tokens, none of which the loss could score"
+                encoded[index] = EncodedRow(problem=reason)
+        return [encoded[index] for index in range(len(rows))]
 
     def _texts(self, rows: list[Row]) -> list[EncodedRow]:
         tokenizer = need_tokenizer(self.tokenizer, rows[0].origin)
-        encoded = []
-        for row, ids in zip(rows, text_ids(tokenizer, [row.values["text"] for row in rows]), strict=True):
+        texts, encoded = [row.values["text"] for row in rows], []
+        for text, ids in zip(texts, text_ids(tokenizer, texts), strict=True):
             whole = _with_eos(tokenizer, ids)
-            example = (whole, np.ones(len(whole), dtype=bool))
-            has_text = bool(row.values["text"].strip())
-            encoded.append(EncodedRow([example], in_pieces=True) if has_text else EncodedRow(problem=EMPTY))
+            example = whole, np.ones(len(whole), dtype=bool)
+            encoded.append(EncodedRow([example], in_pieces=True) if text.strip() else EncodedRow(problem=EMPTY))
         return encoded
 
     def _completions(self, rows: list[Row]) -> list[EncodedRow]:

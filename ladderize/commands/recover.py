@@ -38,7 +38,7 @@ def spd(options: SpdOptions, console: Console) -> None:
     """Sync-Point Drop in one command: measure sensitivity, drop, assign heads and neurons to ranks, and repair."""
     with loading(options, console):
         device = start_on(options.device)
-        from ladderize.adapt.layers.spd import spd as make_spd
+        from ladderize.adapt.layers.rewrite import spd as make_spd
     document = make_spd(replace(options, device=device), console=console)
     if document is None:
         return

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,9 @@ from ladderize.files.regular import inside, read_lines, resolved
 
 Floats = NDArray[np.float64]
 Columns = tuple[Floats, Floats]  # a metric of both models' samples, in the order of doc_id
+# by lm-eval's filter and doc_id, in order: the hashes of the document, the target and the prompt, and the values by
+# metric, None where one is no finite number
+TaskAnswers = dict[str, dict[int, tuple[tuple[str, str, str], dict[str, float | None]]]]
 CONFIDENCE = 0.95  # of every interval
 POINT = 0.01  # of a metric between 0 and 1
 BOOTSTRAP_RESAMPLES = 9999
@@ -42,21 +45,14 @@ CLOSE = 1e-6  # how closely the samples' mean must match the results
 ADVICE = "evaluate both models alike, best in one `ladderize eval`"
 
 
-class ModelAnswer(NamedTuple):
-    """A model's answer to one question; values: by metric, None where it is no finite number."""
-
-    hashes: tuple[str, str, str]  # of the document, the target and the prompt
-    values: Mapping[str, float | None]
-
-
 @dataclass(frozen=True)
 class AnsweredModel:
-    """A model and its answers."""
+    """A model and its answers to the questions."""
 
     where: str  # names its file in messages
     model: EvaluatedModel
     harness: HarnessResult
-    answers: Mapping[str, Mapping[str, Mapping[int, ModelAnswer]]]  # by task, lm-eval's filter and doc_id, in order
+    answers: Mapping[str, TaskAnswers]  # by task
 
 
 def read_models(path: Path, model: str | None = None) -> Iterator[AnsweredModel]:
@@ -64,7 +60,7 @@ def read_models(path: Path, model: str | None = None) -> Iterator[AnsweredModel]
     path = resolved(path)
     results = EvalResults.from_dict(read_document(path, "results.json of ladderize eval"), path)
     for entry in results.models:
-        name, harness, answers = entry.model.model, entry.reported, {}
+        name, harness, answers = entry.model.model, entry.reported, dict[str, TaskAnswers]()
         if model not in (None, name):
             continue
         if missing := [task for task in harness.leaves if task not in entry.samples]:
@@ -77,11 +73,11 @@ def read_models(path: Path, model: str | None = None) -> Iterator[AnsweredModel]
         yield AnsweredModel(f"{path} ({name})", entry.model, harness, answers)
 
 
-def read_answers(path: Path) -> dict[str, dict[int, ModelAnswer]]:
+def read_answers(path: Path) -> TaskAnswers:
     """Return the answers of one task in a .jsonl file of samples, as lm-eval logs them."""
     if not path.is_file():
         raise UserError(f"{path} is not there, and the results name it; copy it beside them")
-    answers: dict[str, dict[int, ModelAnswer]] = {}
+    answers: TaskAnswers = {}
     for number, line in enumerate(read_lines(path), start=1):
         try:
             sample = parse_json(line)
@@ -93,7 +89,7 @@ def read_answers(path: Path) -> dict[str, dict[int, ModelAnswer]]:
             raise UserError(message) from None
         if doc in answered:
             raise UserError(f"{path}, line {number}: there are two answers to doc_id {doc}; evaluate the model again")
-        answered[doc] = ModelAnswer(hashes, values)
+        answered[doc] = hashes, values
     if not answers:
         raise UserError(f"{path} holds no samples; evaluate the model again")
     return {name: dict(sorted(answered.items())) for name, answered in answers.items()}
@@ -106,20 +102,18 @@ def finite_number(value: Any) -> float | None:
 
 def check_same_questions(reference: AnsweredModel, other: AnsweredModel, task: str) -> None:
     """Raise UserError unless both answered the same documents of a task, with the same prompts and settings."""
-
-    def settings(model: AnsweredModel) -> dict[str, Any]:
+    settings = []
+    for model in (reference, other):
         config = model.harness.configs.get(task, {})
-        asked = {key: config.get(key) for key in ("output_type", "generation_kwargs", "repeats")}
-        return {**asked, "version": model.harness.versions.get(task), "filters": sorted(model.answers[task])}
-
-    theirs = settings(other)
-    for name, value in settings(reference).items():
-        if value != theirs[name]:
-            shown = f"{str(value)[:40]} in {reference.where}, {str(theirs[name])[:40]} in {other.where}"
+        stated = {key: config.get(key) for key in ("output_type", "generation_kwargs", "repeats")}
+        settings.append({**stated, "version": model.harness.versions.get(task), "filters": sorted(model.answers[task])})
+    for name, value in settings[0].items():
+        if value != settings[1][name]:
+            shown = f"{str(value)[:40]} in {reference.where}, {str(settings[1][name])[:40]} in {other.where}"
             raise UserError(f"not the same {name} of {task}: {shown}; {ADVICE}")
     for name, answers in reference.answers[task].items():
-        asked = {(doc, answer.hashes) for doc, answer in answers.items()}
-        also_asked = {(doc, answer.hashes) for doc, answer in other.answers[task][name].items()}
+        asked = {(doc, hashes) for doc, (hashes, _) in answers.items()}
+        also_asked = {(doc, hashes) for doc, (hashes, _) in other.answers[task][name].items()}
         changed = {doc for doc, _ in asked ^ also_asked}
         if changed:
             raise UserError(
@@ -143,6 +137,7 @@ def compare(files: Iterable[str | Path], margin: float = MARGIN) -> Comparisons:
 def compare_models(reference: AnsweredModel, other: AnsweredModel, margin: float = MARGIN) -> ComparisonDocument:
     """Compare everything that both models were asked. What cannot be compared is left out by name; a common task that
     was asked in two ways is refused."""
+    ours, theirs = reference.model, other.model
     tasks = [task for task in reference.answers if task in other.answers]
     asked = {**reference.answers, **other.answers}
     left_out = [f"{task}: only one of the models has it" for task in asked if task not in tasks]
@@ -156,31 +151,24 @@ def compare_models(reference: AnsweredModel, other: AnsweredModel, margin: float
         main = min(fit, key=lambda metric: (*MAIN_METRICS, metric.metric).index(metric.metric), default=None)
         compared += [replace(metric, main=metric is main) for metric, _ in measured]
         mains.update((task, columns) for metric, columns in measured if metric is main)
-    perplexity = compare_perplexity(reference.model.perplexity, other.model.perplexity)
-    if perplexity is None and reference.model.perplexity is not None and other.model.perplexity is not None:
+    perplexity = compare_perplexity(ours.perplexity, theirs.perplexity)
+    if perplexity is None and ours.perplexity is not None and theirs.perplexity is not None:
         left_out.append("perplexity: the windows differ (the file, --seq-len, --windows, or the tokenizer)")
     if not tasks and perplexity is None:
         raise UserError(f"nothing was measured alike of both {reference.where} and {other.where}; {ADVICE}")
-    remarks = []
-    for key in ("dtype", "backend"):
-        ours, theirs = getattr(reference.model, key), getattr(other.model, key)
-        if ours != theirs:
-            remarks.append(f"the reference was evaluated with {key} {ours}, the other model with {theirs}")
+    remarks = [
+        f"the reference was evaluated with {key} {getattr(ours, key)}, the other model with {getattr(theirs, key)}"
+        for key in ("dtype", "backend")
+        if getattr(ours, key) != getattr(theirs, key)
+    ]
     if perplexity is not None and 1 < perplexity.windows < ENOUGH_WINDOWS:
         remarks.append(f"95 % intervals over only {perplexity.windows} windows of text are too narrow; score more")
-    predictions = other.model.predictions
-    is_alike = perplexity is not None and predictions is not None and predictions.reference == reference.model.model
-    return ComparisonDocument(
-        reference=reference.model.model,
-        other=other.model.model,
-        margin=margin,
-        tasks=compared,
-        overall=pool(reference.harness.group_subtasks, mains, margin) if mains else None,
-        perplexity=perplexity,
-        predictions=predictions if is_alike else None,
-        left_out=left_out,
-        remarks=remarks,
-    )
+    overall = pool(reference.harness.group_subtasks, mains, margin) if mains else None
+    predictions = theirs.predictions
+    if perplexity is None or predictions is None or predictions.reference != ours.model:
+        predictions = None
+    figures = (compared, overall, perplexity, predictions, left_out, remarks)
+    return ComparisonDocument(ours.model, theirs.model, margin, *figures)
 
 
 def compare_task(
@@ -190,36 +178,27 @@ def compare_task(
     measured = []
     for filtered, answers in reference.answers[task].items():
         docs = np.array(list(answers))
-        for metric in dict.fromkeys(name for answer in answers.values() for name in answer.values):
+        for metric in dict.fromkeys(name for _, values in answers.values() for name in values):
             ours, theirs = (values_of(model, task, metric, filtered) for model in (reference, other))
             if ours is None or theirs is None:
                 left_out.append(f"{task}: {metric_name(metric, filtered)} is no mean of numbers over the questions")
                 continue
-            better = reference.harness.higher_is_better.get(task, {}).get(metric)
-            means = compare_means([(ours, theirs)], margin, better)
-            lost = gained = p = None
+            stated = reference.harness.higher_is_better.get(task, {}).get(metric)
+            better = stated if isinstance(stated, bool) else None
+            means, flips = compare_means([(ours, theirs)], margin, better), dict[str, Any]()
             if means["verdict"] is not None and np.isin([ours, theirs], (0, 1)).all():
                 gains = theirs - ours if better else ours - theirs
                 lost, gained = docs[gains < 0].tolist(), docs[gains > 0].tolist()
                 p = mcnemar_p(len(lost), len(gained))
-            comparison = TaskComparison(
-                task=task,
-                metric=metric,
-                filter=filtered,
-                main=False,
-                higher_is_better=better if isinstance(better, bool) else None,
-                mcnemar_p=p,
-                right_to_wrong=lost,
-                wrong_to_right=gained,
-                **means,
-            )
-            measured.append((comparison, (ours, theirs)))
+                flips = {"mcnemar_p": p, "right_to_wrong": lost, "wrong_to_right": gained}
+            means |= {"task": task, "metric": metric, "filter": filtered, "main": False, "higher_is_better": better}
+            measured.append((TaskComparison(**means, **flips), (ours, theirs)))
     return measured
 
 
 def values_of(model: AnsweredModel, task: str, metric: str, filtered: str) -> Floats | None:
     """Return a metric of a model's samples; None where lm-eval's result is no mean of them."""
-    values = [answer.values.get(metric) for answer in model.answers[task][filtered].values()]
+    values = [values.get(metric) for _, values in model.answers[task][filtered].values()]
     reported = finite_number(model.harness.results.get(task, {}).get(f"{metric},{filtered}"))
     if None in values or reported is None:
         return None
@@ -227,12 +206,12 @@ def values_of(model: AnsweredModel, task: str, metric: str, filtered: str) -> Fl
     return column if math.isclose(column.mean(), reported, rel_tol=CLOSE, abs_tol=CLOSE) else None
 
 
-def compare_means(columns: Sequence[Columns], margin: float, better: Any = True) -> dict[str, Any]:
+def compare_means(columns: Sequence[Columns], margin: float, better: bool | None = True) -> dict[str, Any]:
     """Compare the means over tasks of their means; return the fields of a ``MeanComparison``. There is a verdict where
     lm-eval knows what is ``better``, and all values are between 0 and 1."""
     differences = [theirs - ours for ours, theirs in columns]
     everything = np.concatenate([values for pair in columns for values in pair])
-    is_share = isinstance(better, bool) and everything.min() >= 0 and everything.max() <= 1
+    is_share = better is not None and everything.min() >= 0 and everything.max() <= 1
     low, high, _ = estimate_mean(differences, bounded=is_share)
     samples, verdict = sum(map(len, differences)), None
     if is_share and low is not None and high is not None:
@@ -265,10 +244,9 @@ def pooled_units(groups: Mapping[str, list[str]], tasks: list[str]) -> list[list
     parents = {child: group for group, children in reversed([*groups.items()]) for child in children}
     units: dict[str, list[str]] = {}
     for task in tasks:
-        name, passed = task, {task}
-        while name in parents and parents[name] not in passed:  # a stranger's groups may go round
-            name = parents[name]
-            passed.add(name)
+        name = task
+        for _ in parents:  # so many levels at most: a stranger's groups may go round
+            name = parents.get(name, name)
         units.setdefault(name, []).append(task)
     return list(units.values())
 
@@ -287,10 +265,7 @@ def compare_perplexity(ours: Perplexity | None, theirs: Perplexity | None) -> Pe
 
     low, high, stderr = bootstrapped(growth, nll, other_nll, tokens)
     before, after = (float(np.exp(column.sum() / tokens.sum())) for column in (nll, other_nll))
-    difference = float(growth(nll, other_nll, tokens))
-    return PerplexityComparison(
-        len(tokens), int(tokens.sum()), before, after, difference, stderr=stderr, low=low, high=high
-    )
+    return PerplexityComparison(len(tokens), int(tokens.sum()), before, after, after - before, stderr, low, high)
 
 
 Estimate = tuple[float | None, float | None, float | None]  # the ends of an interval, and the standard error
@@ -322,10 +297,9 @@ def bootstrapped(statistic: Callable[..., Any], *columns: Floats, paired: bool =
 def estimate_mean(differences: Sequence[Floats], *, bounded: bool = True) -> Estimate:
     """Estimate the mean over tasks of the mean of each task's differences.
 
-    A bootstrap only resamples what was seen: where no answer changed, its interval would have no width. So two more
-    samples join those of a metric between 0 and 1 (bounded), one that became as bad and one that became as good as
-    possible (after Agresti and Min, "Simple improved confidence intervals for comparing matched proportions",
-    Statistics in Medicine 24, 2005). They widen the interval of few samples, and hardly that of many.
+    Where no answer changed a bootstrap's interval has no width. So two more samples join those of a metric between 0
+    and 1 (bounded), one that became as bad and one that became as good as possible (after Agresti and Min, "Simple
+    improved confidence intervals for comparing matched proportions", Statistics in Medicine 24, 2005).
     """
     columns = [np.append(values, [-1.0, 1.0] if bounded else []) for values in differences]
 

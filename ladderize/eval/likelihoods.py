@@ -77,8 +77,8 @@ class LikelihoodLM(HFLM):
         longer = sum(row.starts[-1] > MOST_SHARED for row in rows)
         alike = (rows[:longer], rows[longer:])
         batches = [group[first : first + size] for group in alike for first in range(0, len(group), size)]
-        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
-        with bar:
+        hides_bar = disable_tqdm or self.rank != 0
+        with tqdm(total=len(requests), disable=hides_bar, desc="Running loglikelihood requests") as bar:
             for batch in batches:
                 for number, answer in self._answers(batch):
                     answers[number] = answer
@@ -99,10 +99,8 @@ class LikelihoodLM(HFLM):
             mask = same_text & torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
             shared = {"attention_mask": mask[:, None].to(device), "position_ids": positions.to(device)}
 
-        def keep_scored(_: torch.nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-            return (inputs[0][chosen[0], chosen[1]],)
-
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(keep_scored)
+        head = self.model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][chosen[0], chosen[1]],))  # the scored
         try:
             logits = self.model(ids.to(device), use_cache=False, **shared).logits
         finally:

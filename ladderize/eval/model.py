@@ -32,21 +32,19 @@ OpenModel = Callable[[str, Path, EvalOptions], "EvalModel"]  # name as the user 
 
 
 class EvalModel(Protocol):
-    """One opened model. Its folder was checked before."""
+    """One opened model: ``score`` is ``score_windows`` on all ranks alike, ``harness`` an ``lm_eval.api.model.LM``, and
+    ``close`` releases what it holds."""
 
     described: EvaluatedModel
     tokenizer: "PreTrainedTokenizerBase | None"
     vocab_size: int
     positions: int  # of the longest window that the model reads
 
-    def score(self, windows: Windows, advance: Advance, keep: Kept = None, reference: Kept = None) -> list[WindowScore]:
-        """Score windows as ``score_windows``, on all ranks alike."""
-
-    def harness(self) -> Any:
-        """Return an ``lm_eval.api.model.LM`` of this model."""
-
-    def close(self) -> None:
-        """Release what the model holds. It cannot be used afterwards."""
+    def score(
+        self, windows: Windows, advance: Advance, keep: Kept = None, reference: Kept = None
+    ) -> list[WindowScore]: ...
+    def harness(self) -> Any: ...
+    def close(self) -> None: ...
 
 
 class HFModel:

@@ -11,8 +11,6 @@ import numpy as np
 from ladderize.errors import UserError
 from ladderize.files.records import Record, read_value
 
-OWN_KEY, SAMPLES_KEY = "ladderize", "samples"  # beside lm-eval's own keys in a model's entry
-
 
 @dataclass(frozen=True)
 class Perplexity(Record):
@@ -74,12 +72,12 @@ class MeanComparison(Record):
 
 @dataclass(frozen=True)
 class TaskComparison(MeanComparison):
-    """One metric of one task; ``main`` is the metric that stands for its task. Only metrics of 0 and 1 have flips."""
+    """One metric of one task; only metrics of 0 and 1 have flips."""
 
     task: str
     metric: str
     filter: str
-    main: bool
+    main: bool  # the metric that stands for its task
     higher_is_better: bool | None
     mcnemar_p: float | None = None
     right_to_wrong: list[int] | None = None
@@ -182,22 +180,20 @@ class ModelResult(Record):
 
     def with_task(self, result: Mapping[str, Any], samples: Mapping[str, str]) -> "ModelResult":
         """Return the entry with one task's result of lm-eval added, and the files of its samples."""
-        joined = dict(self.harness)
-        for key, value in result.items():
-            if isinstance(value, dict):  # by task, but for the config, which is the same for all
-                joined[key] = {**joined.get(key, {}), **value}
-            else:
-                joined.setdefault(key, value)
-        return replace(self, harness=joined, samples={**self.samples, **samples})
+        # objects are by task, but for the config, which is the same for all
+        objects = {key: value for key, value in result.items() if isinstance(value, dict)}
+        joined = {key: {**self.harness.get(key, {}), **value} for key, value in objects.items()}
+        return replace(self, harness={**result, **self.harness, **joined}, samples={**self.samples, **samples})
 
     def to_dict(self) -> dict[str, Any]:
-        return {OWN_KEY: self.model.to_dict(), SAMPLES_KEY: dict(self.samples), **self.harness}
+        return {"ladderize": self.model.to_dict(), "samples": dict(self.samples), **self.harness}
 
     @classmethod
     def from_dict(cls, value: object, where: str | Path) -> "ModelResult":
         harness = read_value(dict[str, Any], value, str(where))
-        model = EvaluatedModel.from_dict(harness.pop(OWN_KEY, None), f"{where}: {OWN_KEY}")
-        return cls(model, harness, read_value(dict[str, str], harness.pop(SAMPLES_KEY, {}), f"{where}: {SAMPLES_KEY}"))
+        model = EvaluatedModel.from_dict(harness.pop("ladderize", None), f"{where}: ladderize")
+        samples = read_value(dict[str, str], harness.pop("samples", {}), f"{where}: samples")
+        return cls(model, harness, samples)
 
 
 @dataclass(frozen=True)

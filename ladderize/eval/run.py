@@ -45,7 +45,12 @@ def evaluate(options: EvalOptions, *, open_model: OpenModel | None = None, conso
     """
     if options.engine == "vllm" and open_model is None:  # nothing in here imports vLLM
         raise UsageError("the engine vllm needs open_model=open_vllm, of ladderize.vllm.eval_model")
-    ranks, names = evaluation_ranks(options), [str(name) for name in options.models]
+    device = options.device or default_device()
+    check_device(device)
+    if already_started() and options.engine == "vllm":
+        raise UsageError("--engine vllm starts its own processes; run ladderize eval without a launcher")
+    ranks = join_ranks(device) if already_started() else Ranks(0, 1, torch.device(device))
+    names = [str(name) for name in options.models]
     with contextlib.ExitStack() as stack:
         out = options.out or stack.enter_context(temporary_folder("eval")) / "results.json"
         output = Output(options, out, writes=ranks.is_main)
@@ -85,15 +90,6 @@ def evaluate(options: EvalOptions, *, open_model: OpenModel | None = None, conso
             with console.stage(f"comparing with {names[0]}"):
                 results = output.save(compare_with_first(output.out, console))
         return results if ranks.size == 1 else ranks.broadcast(results)
-
-
-def evaluation_ranks(options: EvalOptions) -> Ranks:
-    """Return this process alone, or among those that a launcher has started."""
-    device = options.device or default_device()
-    check_device(device)
-    if already_started() and options.engine == "vllm":
-        raise UsageError("--engine vllm starts its own processes; run ladderize eval without a launcher")
-    return join_ranks(device) if already_started() else Ranks(0, 1, torch.device(device))
 
 
 def score_text(
@@ -171,14 +167,13 @@ class Output:
         changed = [flag(name) for name, value in self.options.items() if results.options.get(name) != value]
         if changed:
             raise UserError(f"{self.out} is of an eval with another {' and '.join(changed)}; name another --out")
-        models = {entry.model.model: entry for entry in results.models}
-        missing = models.keys() - {*self.names}
-        if missing:
-            raise UserError(f"{self.out} also has {', '.join(sorted(missing))}; name all its models, or another --out")
-        for name, entry in [*models.items()]:
+        models = {}
+        for entry in results.models:
+            if entry.model.model not in self.names:
+                raise UserError(f"{self.out} also has {entry.model.model}; name all its models, or another --out")
             paths = [inside(self.out.parent, file) for file in entry.samples.values()]
-            if not all(path is not None and path.is_file() for path in paths):
-                del models[name]
+            if all(path is not None and path.is_file() for path in paths):
+                models[entry.model.model] = entry
         return models
 
     def add_task(self, name: str, result: dict[str, Any]) -> None:

@@ -16,27 +16,20 @@ def result_rows(results: EvalResults) -> list[dict[str, str]]:
     rows: dict[tuple[str, str], list[dict[str, str]]] = {}  # by task and metric
     names = short_names([entry.model.model for entry in results.models])
     for name, entry in zip(names, results.models, strict=True):
-        measured, text = entry.reported.results, entry.model.perplexity
+        text, measured = entry.model.perplexity, {}
         if text is not None:
-            values = {"perplexity,none": text.perplexity, "perplexity_stderr,none": text.stderr}
-            measured = {"perplexity": values, **measured}
-        for task, values in measured.items():
+            measured["perplexity"] = {"perplexity,none": text.perplexity, "perplexity_stderr,none": text.stderr}
+        for task, values in {**measured, **entry.reported.results}.items():
             for key, value in values.items():
                 metric, _, filtered = key.partition(",")
                 if "_stderr" in key or not filtered or not isinstance(value, int | float):
                     continue
-                alike = rows.setdefault((task, key), [])
-                stderr = values.get(f"{metric}_stderr,{filtered}")
-                alike.append(
-                    {
-                        "task": "" if alike else task,  # once for all models
-                        "metric": "" if alike else metric_name(metric, filtered),
-                        "model": name,
-                        "layout": entry.model.layout.partition(" layers: ")[2],
-                        "value": f"{value:.4f}",
-                        "stderr": f"{stderr:.4f}" if isinstance(stderr, float) else "",
-                    }
-                )
+                alike, stderr = rows.setdefault((task, key), []), values.get(f"{metric}_stderr,{filtered}")
+                row = {"task": "", "metric": "", "model": name}
+                if not alike:  # once for all models
+                    row |= {"task": task, "metric": metric_name(metric, filtered)}
+                row |= {"layout": entry.model.layout.partition(" layers: ")[2], "value": f"{value:.4f}"}
+                alike.append({**row, "stderr": f"{stderr:.4f}" if isinstance(stderr, float) else ""})
     return [row for alike in rows.values() for row in alike]
 
 
@@ -55,10 +48,8 @@ def mean_accuracy(entry: ModelResult) -> float | None:
     reported = entry.reported
     values: dict[str, float] = {}
     for task in reported.leaves:
-        metrics: dict[str, float] = {}
-        for key, value in reported.results[task].items():
-            if isinstance(value, int | float):
-                metrics.setdefault(key.partition(",")[0], value)
+        numbers = [(key, value) for key, value in reported.results[task].items() if isinstance(value, int | float)]
+        metrics = {key.partition(",")[0]: value for key, value in reversed(numbers)}  # of several filters the first
         better = (name for name, more in reported.higher_is_better.get(task, {}).items() if more is True)
         value = next((metrics[name] for name in (*MAIN_METRICS, *better) if name in metrics), math.nan)
         if 0 <= value <= 1:

@@ -50,13 +50,11 @@ def open_tasks(options: EvalOptions) -> AskedTasks:
     manager = _index(options)
     loaded: dict[str, Mapping[str, Any]] = {}
     asked = AskedTasks(manager, loaded)
-    names: list[str] = []
-    for text in options.tasks:
-        matched = [text] if text in manager.all_tasks else manager.match_tasks([text])
+    names = {text: [text] if text in manager.all_tasks else manager.match_tasks([text]) for text in options.tasks}
+    for text, matched in names.items():
         if not matched:
             raise no_such_task(text, manager.all_tasks)
-        names += matched
-    for name in names:
+    for name in itertools.chain.from_iterable(names.values()):
         try:
             content: Mapping[str, Any] = manager.load([name])
         except Exception as error:  # a task may run any code to get its data
@@ -122,11 +120,11 @@ def run_tasks(
 ) -> Iterator[dict[str, Any]]:
     """Yield lm-eval's result of each task that is not done, as soon as it is run, on the first rank of each machine."""
     name, manager = model.described.model, asked.manager
-    todo = []
+    todo = {}
     for number, (task, content) in enumerate(asked.loaded.items(), start=1):
-        is_done = task in done or (task in manager.all_tags and done.keys() >= content["tasks"].keys())
-        if not is_done:  # results do not name a tag, but all its tasks
-            todo.append((number, task))
+        # results do not name a tag, but all its tasks
+        if task not in done and not (task in manager.all_tags and done.keys() >= content["tasks"].keys()):
+            todo[task] = number
     if not todo:
         return
     harness = model.harness()
@@ -134,7 +132,7 @@ def run_tasks(
         chat_template_of(harness.tokenizer, name)
     share_requests(harness, ranks)
     joined = encode_joined(harness)
-    for number, task in todo:
+    for task, number in todo.items():
         console.note(f"{name}: {task} ({number} of {len(asked.loaded)})")
         with console.contained(bars=True):
             result = run_task(harness, task, manager, options)
@@ -167,6 +165,8 @@ def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptio
     None on ranks that are not the first of their machine."""
     from lm_eval import simple_evaluate
 
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+
     # lm-eval asks git about the current folder, which says nothing of us; git complains where there is no repository.
     with (
         mock.patch("lm_eval.evaluator.get_git_commit_hash", return_value=None),
@@ -181,10 +181,7 @@ def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptio
             batch_size=options.batch_size,
             apply_chat_template=options.apply_chat_template,
             log_samples=True,
-            random_seed=options.seed,
-            numpy_random_seed=options.seed,
-            torch_random_seed=options.seed,
-            fewshot_random_seed=options.seed,
+            **dict.fromkeys(seeds, options.seed),
         )
     return result
 
@@ -196,19 +193,14 @@ def share_requests(harness: Any, ranks: Ranks) -> None:
     """Let each rank answer the requests of its documents, and return all answers. lm-eval sees one process on every
     rank: its sampler draws the few-shot examples of all documents in turn, and metrics are over all answers."""
 
-    def shared(answer: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-        def answer_all(requests: Sequence[Any], **options: Any) -> list[Any]:
-            numbers = [i for i, request in enumerate(requests) if request.doc_id % ranks.size == ranks.rank]
-            answers = answer([requests[i] for i in numbers], **options) if numbers else []
-            gathered: dict[int, Any] = {}
-            for numbered in ranks.gather([*zip(numbers, answers, strict=True)]):
-                gathered.update(numbered)
-            return [gathered[i] for i in range(len(requests))]
-
-        return answer_all
+    def answer_all(answer: Callable[..., list[Any]], requests: Sequence[Any], **options: Any) -> list[Any]:
+        numbers = [i for i, request in enumerate(requests) if request.doc_id % ranks.size == ranks.rank]
+        answers = answer([requests[i] for i in numbers], **options) if numbers else []
+        gathered = dict(itertools.chain.from_iterable(ranks.gather([*zip(numbers, answers, strict=True)])))
+        return [gathered[i] for i in range(len(requests))]
 
     for name in REQUESTS if ranks.size > 1 else ():
-        setattr(harness, name, shared(getattr(harness, name)))
+        setattr(harness, name, partial(answer_all, getattr(harness, name)))
 
 
 def encode_joined(harness: Any) -> list[tuple[str, str]]:

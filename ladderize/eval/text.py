@@ -59,9 +59,11 @@ class KeptPredictions:
 
     def save(self, name: str, tensors: Mapping[str, Tensor | None]) -> None:
         path = self.folder / f"{name}.safetensors"
-        kept = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+        kept = {
+            key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items() if tensor is not None
+        }
         try:
-            save_file({key: tensor.detach().cpu().contiguous().clone() for key, tensor in kept.items()}, path)
+            save_file(kept, path)
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"{path}: the predictions cannot be kept ({sentence(error)}); name another folder by --keep-predictions"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
-from ladderize.files.output import lock_folder
+from ladderize.files.output import clean_up, lock_folder
 from ladderize.files.regular import resolved
 
 RUN_FILE, RUN_SHA256 = "run.json", "run_sha256"  # a run's identity; the key of its digest in a document in OUT
@@ -113,15 +113,25 @@ def run_digest(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def is_written_by(document: Mapping[str, Any], out: Path, digest: str) -> bool:
-    """Return whether a document in ``out`` is of the run that wrote that folder: a conversion carries them on."""
-    named = document.get("out")
-    return document.get(RUN_SHA256) == digest and isinstance(named, str) and resolved(named) == out
-
-
-def tidy(folder: Path, command: str, identity: Mapping[str, Any], out: Path, console: Console) -> None:
-    """Remove what the run that wrote ``out`` left in ``folder``, and say so. Another run's pieces stay."""
+def finished_before(
+    out: Path,
+    file: str,
+    digest: str,
+    command: str,
+    identity: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    console: Console = SILENT,
+) -> dict[str, Any]:
+    """Return the document ``file`` in ``out`` if the run with this digest wrote that folder (a conversion carries
+    documents on), and remove what it left of its work; else, and with ``overwrite``, {}. Another run's work stays."""
+    clean_up(out)  # a killed swap may have set OUT aside
+    document = {} if overwrite else read_own(out / file)
+    named, folder = document.get("out"), work_folder(out)
+    if document.get(RUN_SHA256) != digest or not isinstance(named, str) or resolved(named) != out:
+        return {}
     if folder.is_dir():
         with contextlib.suppress(UserError), Unfinished(folder, command, identity):
             pass  # nothing is left to do
     console.note(f"{out} is complete: this command wrote it in an earlier run")
+    return document

@@ -42,8 +42,6 @@ COVER = 1.5  # times as long as a message: the products that run beside it
 LEAST_SECONDS = 1e-7  # the least time of a message, where timings scatter by more than it takes
 LEAST_ERROR = 0.05  # of a time: products and messages are most of a pass, not all of it
 LEAST_ALPHA_US, MOST_GB_S = 0.05, 1e5
-SERIAL_SHARES = [number / 40 for number in range(41)]
-RUNTIME_ENGINES = {"cpu": "runtime-cpu", "cuda": "runtime"}  # the names of ladderize's own runtime on a device
 MESSAGES = (8 << 10, 64 << 10, 512 << 10, 4 << 20)  # bytes; products run beside the larger half
 
 
@@ -190,7 +188,7 @@ def fit_device(kind: str, dtype: str, groups: Sequence[TimedGroup], sheet: Devic
     per_operation, _ = _line([2 * product.rows * product.width**2 for product in many], many)
     bandwidth, rate = 1e-9 / per_byte, 1e-12 / per_operation
     memory = groups[0].environment.gpu_memory_bytes
-    speeds = RUNTIME_ENGINES[kind]
+    speeds = "runtime-cpu" if kind == "cpu" else "runtime"
     if sheet is None:
         gib = None if memory is None else memory / 2**30
         sheet = DeviceSpec(NAME, bandwidth, {dtype: rate}, gib, 1.0, 1.0, 0.0, 0.0, LEAST_ERROR, speeds, True, "")
@@ -214,7 +212,7 @@ def fit_device(kind: str, dtype: str, groups: Sequence[TimedGroup], sheet: Devic
             offs = [_off(replace(device, serial_share=share), dtype, product) for product in (*few, *many)]
             return sum(math.log1p(off) ** 2 for off in offs)
 
-        device = replace(device, serial_share=min(SERIAL_SHARES, key=misfit))
+        device = replace(device, serial_share=min((number / 40 for number in range(41)), key=misfit))
     elif few:
         extra = statistics.median(-_off(device, dtype, product) * product.seconds for product in few)
         device = replace(device, thin_us=1e6 * max(0.0, extra))

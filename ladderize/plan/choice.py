@@ -6,100 +6,32 @@ up, too. So the best layout is the solution of an integer program: one kind for 
 Real costs are more or less than sums. With measurements, the program is solved again without the layouts that were
 measured, and with the median of real over estimated costs so far. Finally the best is measured on held-out windows. If
 it costs more than the budget there, that counts as its cost, and the search goes on.
-
-A cost is the increase of the mean negative log-likelihood of a token over the dense model's, in nats.
 """
 
-import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ladderize.console import SILENT, Console
-from ladderize.convert.sensitivity_file import AlignmentWindows
+from ladderize.convert.sensitivity_file import LAYER_CHANGES
 from ladderize.errors import UserError
-from ladderize.files.records import Record
-from ladderize.layout import APART, BLOCKING, DELAYED, DROPPED, OVERLAPPED, Layout
+from ladderize.layout import APART, BLOCKING, LAYER_KINDS, Layout
 from ladderize.plan.passes import PassParts, predict_layer
+from ladderize.plan.rows import LayoutCost, PlanChoice, PlannedLayout, shown_increase
 
-# kinds of layers: the mode of the MLP sync point that enters one, and of its own attention sync point
-KIND_STEPS = {
-    "dense": (BLOCKING, BLOCKING),
-    "ladder": (OVERLAPPED, OVERLAPPED),
-    "delayed": (DELAYED, DELAYED),
-    "spd": (BLOCKING, DROPPED),
-    "spd+ladder": (OVERLAPPED, DROPPED),
-}
-LAYER_KINDS = tuple(KIND_STEPS)
+KINDS = ("dense", *LAYER_CHANGES)  # of layers, in the order of all tables
 ROUNDING = 1e-5  # times that differ by no larger part are the same; the solver keeps bounds to 1e-6
 LEAST_NATS = 1e-4  # of a changed layer, so that layers whose estimates say nothing can be told apart by measurements
 SOLVER_GAP, SOLVER_SECONDS = 1e-3, 10.0  # the gap to the best that is enough, and the time after which the solver stops
 WORTH_TRYING = 1.2  # times the budget: costlier layouts are not measured once one is within it
-Kinds = tuple[int, ...]  # a layout: for each layer the index of its kind in LAYER_KINDS
-MeasureLayout = Callable[[Layout, bool], "LayoutCost"]  # True: on held-out windows, by which nothing is chosen
-
-
-@dataclass(frozen=True)
-class LayoutCost(Record):
-    """The measured cost of a layout on so many windows, in nats per token."""
-
-    nats: float
-    stderr: float | None  # the standard error, paired with the dense model by window; a single window has none
-    windows: int
-
-
-@dataclass(frozen=True)
-class PlannedLayout(Record):
-    """A layout with its speed-up over the dense one, end to end, and its costs."""
-
-    layout: str
-    attention_sync: list[str]
-    mlp_sync: list[str]
-    sync_tp_size: int | None
-    speedup: float
-    estimated_nats: float  # the sum of the costs of its layers
-    measured: LayoutCost | None = None  # on the windows that it was chosen on
-    held_out: LayoutCost | None = None  # on other windows
-
-    @property
-    def as_layout(self) -> Layout:
-        return Layout(tuple(self.attention_sync), tuple(self.mlp_sync), self.sync_tp_size)
-
-    @property
-    def cost_sentence(self) -> str:
-        """``+1.20% estimated, +1.43% measured, +1.51% (standard error 0.30) on 16 held-out windows``."""
-        costs = [f"{shown_increase(self.estimated_nats)} estimated"]
-        if self.measured is not None:
-            costs.append(f"{shown_increase(self.measured.nats)} measured")
-        if self.held_out is None:
-            return ", ".join([*costs, "not verified"])
-        nats, stderr = self.held_out.nats, self.held_out.stderr
-        error = "" if stderr is None else f" (standard error {100 * math.exp(min(nats, 30.0)) * stderr:.2f})"
-        return ", ".join([*costs, f"{shown_increase(nats)}{error} on {self.held_out.windows} held-out windows"])
-
-
-@dataclass(frozen=True)
-class PlanChoice(Record):
-    """The fastest layout within the budget of ``max_nats``."""
-
-    LEFT_OUT: ClassVar = ("aligned",)
-
-    max_nats: float
-    chosen: PlannedLayout
-    measured: list[PlannedLayout] = field(default_factory=list)  # all that were, in order
-    costs_file: str = ""  # the sensitivity that it was chosen by
-    aligned: AlignmentWindows | None = None  # the windows that layouts were aligned on before they were measured
-
-    @property
-    def is_verified(self) -> bool:
-        return self.chosen.held_out is not None
+Kinds = tuple[int, ...]  # a layout: for each layer the index of its kind in KINDS
+MeasureLayout = Callable[[Layout, bool], LayoutCost]  # True: on held-out windows, by which nothing is chosen
 
 
 @dataclass(frozen=True)
 class LayerTables:
-    """The seconds and the estimated costs of each kind of each layer: [L, kinds] in the order of LAYER_KINDS."""
+    """The seconds and the estimated costs of each kind of each layer: [L, kinds] in the order of KINDS."""
 
     seconds: np.ndarray
     nats: np.ndarray  # inf where a kind is not offered
@@ -111,20 +43,16 @@ class LayerTables:
         return (0,) * len(self.seconds)
 
     def speedup(self, kinds: Kinds) -> float:
-        before, after = total(self.seconds, self.dense), total(self.seconds, kinds)
-        return (self.constant + before) / (self.constant + after)
+        return (self.constant + total(self.seconds, self.dense)) / (self.constant + total(self.seconds, kinds))
 
     def layout(self, kinds: Kinds) -> Layout:
-        entering, attention = zip(*(KIND_STEPS[LAYER_KINDS[kind]] for kind in kinds), strict=True)
+        attention, entering = zip(*(LAYER_KINDS[KINDS[kind]] for kind in kinds), strict=True)
         mlp = (*entering[1:], BLOCKING)
         return Layout(attention, mlp, self.sync_tp_size if {*APART} & {*attention, *mlp} else None)
 
-    def planned(
-        self, kinds: Kinds, measured: LayoutCost | None = None, held_out: LayoutCost | None = None
-    ) -> PlannedLayout:
-        layout, speedup, nats = self.layout(kinds), self.speedup(kinds), total(self.nats, kinds)
-        modes = [*layout.attention_sync], [*layout.mlp_sync]
-        return PlannedLayout(str(layout), *modes, layout.sync_tp_size, speedup, nats, measured, held_out)
+    def planned(self, kinds: Kinds) -> PlannedLayout:
+        layout, speedup = self.layout(kinds), self.speedup(kinds)
+        return PlannedLayout(str(layout), **layout.to_config(), speedup=speedup, estimated_nats=total(self.nats, kinds))
 
 
 def total(table: np.ndarray, kinds: Kinds) -> float:
@@ -132,28 +60,27 @@ def total(table: np.ndarray, kinds: Kinds) -> float:
     return float(table[np.arange(len(table)), list(kinds)].sum())
 
 
-def kind_seconds(
-    times: Mapping[str, PassParts], passes: Mapping[str, int], num_layers: int
-) -> tuple[float, np.ndarray]:
+def kind_seconds(times: Mapping[str, PassParts], passes: Mapping[str, int], layers: int) -> tuple[float, np.ndarray]:
     """Return the seconds of a batch: those that all layouts have, and those of each kind of each layer [L, kinds]."""
-    seconds = np.zeros((num_layers, len(LAYER_KINDS)))
+    constant, seconds = 0.0, np.zeros((layers, len(KINDS)))
     for phase, count in passes.items():
-        for kind, (entering, mode) in enumerate(KIND_STEPS.values()):
-            seconds[0, kind] += count * predict_layer(times[phase], BLOCKING, mode).total  # no MLP enters the first
-            seconds[1:, kind] += count * predict_layer(times[phase], entering, mode).total
-    constant = sum(count * (times[phase].rest + times[phase].vocabulary) for phase, count in passes.items())
+        constant += count * (times[phase].rest + times[phase].vocabulary)
+        for number, kind in enumerate(KINDS):
+            mode, entering = LAYER_KINDS[kind]
+            seconds[0, number] += count * predict_layer(times[phase], BLOCKING, mode).total  # no MLP enters the first
+            seconds[1:, number] += count * predict_layer(times[phase], entering, mode).total
     return constant, seconds
 
 
 def solve(least: np.ndarray, bounded: np.ndarray, bound: float, excluded: Collection[Kinds] = ()) -> Kinds | None:
     """Return the layout with the least sum over ``least``, of those whose sum over ``bounded`` is at most ``bound``.
-    Both are [L, kinds], at least 0; ``least`` is inf where a kind is not offered."""
+    Both are [L, kinds], at least 0, and the bound is above 0; ``least`` is inf where a kind is not offered."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     layers, kinds = least.shape
     offered = np.isfinite(least) & (bounded <= bound)
     objective = np.where(offered, least, 0.0).ravel()
-    shares = np.where(offered, bounded, 0.0).ravel() / max(bound, 1e-300)
+    shares = np.where(offered, bounded, 0.0).ravel() / bound
     rows = [LinearConstraint(np.kron(np.eye(layers), np.ones(kinds)), 1, 1)]  # one kind for each layer
     rows += [LinearConstraint(np.eye(kinds)[list(layout)].ravel(), -np.inf, layers - 1) for layout in excluded]
     most = 1.0
@@ -168,19 +95,14 @@ def solve(least: np.ndarray, bounded: np.ndarray, bound: float, excluded: Collec
         if result.x is None:
             return None
         layout = tuple(result.x.reshape(layers, kinds).argmax(1).tolist())
-        over = total(bounded, layout) / max(bound, 1e-300) - 1
+        over = total(bounded, layout) / bound - 1
         if over <= 0:
             return layout
         most -= max(over, ROUNDING)  # the solver rounds
 
 
 def choose_layout(
-    tables: LayerTables,
-    budget: float,
-    measure: MeasureLayout | None = None,
-    limit: int = 0,
-    *,
-    console: Console = SILENT,
+    tables: LayerTables, budget: float, measure: MeasureLayout | None = None, limit: int = 0, console: Console = SILENT
 ) -> PlanChoice:
     """Return the fastest layout within the budget in nats, by estimated costs, or by at most ``limit`` measurements.
     One that is no faster than the dense one is refused."""
@@ -202,22 +124,20 @@ def choose_layout(
     costs: dict[Kinds, float] = {}
     best: Kinds | None = None
     for number in range(1, limit + 1):
-        if best is not None and (candidate is None or number == limit):
-            kinds, where = best, "on held-out windows"
-            cost = held_out[best] = measure(tables.layout(best), True)
-        elif candidate is not None:
-            kinds, where = candidate, f"(estimated {total(tables.nats, candidate):+.4f})"
-            cost = measured[candidate] = measure(tables.layout(candidate), False)
-        else:
+        is_last = best is not None and (candidate is None or number == limit)
+        kinds = best if is_last else candidate
+        if kinds is None:
             break
-        speed = f"{tables.layout(kinds)}: {tables.speedup(kinds):.3f}x"
-        console.note(f"{number} of {limit}: {speed}, {cost.nats:+.4f} nats {where}")
-        if kinds == best and cost.nats <= budget:
+        layout, windows = tables.layout(kinds), held_out if is_last else measured
+        cost = windows[kinds] = measure(layout, is_last)
+        where = "on held-out windows" if is_last else f"(estimated {total(tables.nats, kinds):+.4f})"
+        console.note(f"{number} of {limit}: {layout}: {tables.speedup(kinds):.3f}x, {cost.nats:+.4f} nats {where}")
+        if is_last and cost.nats <= budget:
             break
         # on held-out windows; where these are unknown, as much above the measured as was seen at most
-        factors = [cost.nats / max(measured[layout].nats, LEAST_NATS) for layout, cost in held_out.items()]
-        costs = {layout: max([1.0, *factors]) * cost.nats for layout, cost in measured.items()}
-        costs |= {layout: cost.nats for layout, cost in held_out.items()}
+        factor = max([1.0, *(cost.nats / max(measured[kinds].nats, LEAST_NATS) for kinds, cost in held_out.items())])
+        costs = {kinds: factor * cost.nats for kinds, cost in measured.items()}
+        costs |= {kinds: cost.nats for kinds, cost in held_out.items()}
         within = [kinds for kinds, nats in costs.items() if nats <= budget]
         best = max(within, key=lambda kinds: (tables.speedup(kinds), -costs[kinds]), default=None)
         ratios = [nats / total(estimates, kinds) for kinds, nats in costs.items()]
@@ -231,8 +151,9 @@ def choose_layout(
             f" windows; the least increase is {min(costs.values()):.4f} nats, so give a larger budget, or a larger"
             " --verify"
         )
-    planned = {kinds: tables.planned(kinds, cost, held_out.get(kinds)) for kinds, cost in measured.items()}
-    return PlanChoice(budget, planned[best], list(planned.values()))
+    tried = {kinds: replace(tables.planned(kinds), measured=cost) for kinds, cost in measured.items()}
+    tried |= {kinds: replace(tried[kinds], held_out=cost) for kinds, cost in held_out.items()}
+    return PlanChoice(budget, tried[best], list(tried.values()))
 
 
 def _next_layout(
@@ -244,8 +165,3 @@ def _next_layout(
     if fastest is not None and total(tables.seconds, fastest) < most_seconds:
         return fastest
     return solve(nats, tables.seconds, most_seconds, excluded)
-
-
-def shown_increase(nats: float, digits: int = 2) -> str:
-    """Return an increase of the perplexity in per cent, with its sign."""
-    return f"{100 * math.expm1(min(nats, 30.0)):+.{digits}f}%"

@@ -13,8 +13,7 @@ from ladderize.files.records import Record
 from ladderize.files.regular import names_a_file
 from ladderize.runtime.collectives.links import Interconnect, known_interconnects
 
-DEVICE_TABLE = Path(__file__).parent / "devices.yaml"
-ENGINE_TABLE = Path(__file__).parent / "engines.yaml"
+DEVICE_TABLE, ENGINE_TABLE = (Path(__file__).with_name(name) for name in ("devices.yaml", "engines.yaml"))
 RATES = ("memory_bandwidth_gb_s", "matmul_tflop_s", "memory_gib", "bandwidth_share", "matmul_share")  # never 0
 SHARES = ("bandwidth_share", "matmul_share", "relative_error", "serial_share", "thin_share")
 # the figures that a device with ``like: h100-sxm`` need not give, since no data sheet has them
@@ -134,13 +133,12 @@ def known_devices() -> dict[str, DeviceSpec]:
 
 def _device(row: Mapping[str, Any], devices: Mapping[str, DeviceSpec], where: str) -> DeviceSpec:
     """Return the device of a row, completed by figures of the one that ``like`` names."""
-    shared: dict[str, Any] = {}
     if "like" in row:
         name = str(row["like"])
         if name not in devices:
             raise UserError(f"{where}: like {name} is not one of {', '.join(devices)}; name one of them")
-        shared = {key: getattr(devices[name], key) for key in LIKE_ANOTHER}
-    return DeviceSpec.from_dict({**shared, **row}, where)
+        row = {**{key: getattr(devices[name], key) for key in LIKE_ANOTHER}, **row}
+    return DeviceSpec.from_dict(row, where)
 
 
 def read_device(text: str) -> DeviceSpec:
@@ -177,9 +175,8 @@ def own_links(device: DeviceSpec, engine: EngineFacts) -> tuple[Interconnect, ..
         is_there = link.kernel in kernels and (device.multimem or link.kernel != "multimem")
         if link.kernel is not None and link.medium == device.medium and is_there:
             timed.setdefault(link.kernel, []).append(link)
-
-    def unlikeness(link: Interconnect) -> float:
-        return abs(math.log(wire_gb_s / (link.wire_gb_s or wire_gb_s)))
-
-    nearest = {kernel: min(links, key=unlikeness) for kernel, links in timed.items()}
-    return tuple(replace(link.over_wires(wire_gb_s), most_ranks=kernels[kernel]) for kernel, link in nearest.items())
+    nearest = []
+    for kernel, links in timed.items():
+        link = min(links, key=lambda link: abs(math.log(wire_gb_s / (link.wire_gb_s or wire_gb_s))))
+        nearest.append(replace(link.over_wires(wire_gb_s), most_ranks=kernels[kernel]))
+    return tuple(nearest)

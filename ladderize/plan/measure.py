@@ -8,102 +8,66 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.layers.sensitivity import AlignedLayouts, aligned_passes, usual_batch
-from ladderize.adapt.layers.windows import split_windows
-from ladderize.blocks import Blocks, check_finite, compute_dtype, read_windows, window_nlls
+from ladderize.adapt.layers.sensitivity import LayerwiseScores
+from ladderize.adapt.layers.windows import Windows
+from ladderize.blocks import Blocks, compute_dtype, read_windows
 from ladderize.checkpoint.config import stored_dtype
 from ladderize.checkpoint.opening import open_checkpoint
-from ladderize.console import SILENT, Console
-from ladderize.convert.sensitivity_file import CalibrationData, SensitivityDocument
+from ladderize.console import Console
+from ladderize.convert.sensitivity_file import SensitivityDocument
 from ladderize.data.files import file_sha256
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
 from ladderize.layout import Layout
-from ladderize.memory import check_room
-from ladderize.plan.choice import LayoutCost
 from ladderize.plan.options import PlanOptions
+from ladderize.plan.rows import LayoutCost
 from ladderize.ranks.device import default_device
-
-LEAST_HELD_OUT = 2  # windows: fewer have no standard error
 
 
 class LayoutMeasurer:
-    """A measurer of layouts of one dense model, each once, kept in a file beside another until ``tidy``."""
+    """A measurer of layouts of one dense model, each once; until the plan is there, their nats are in file ``kept``."""
 
-    def __init__(
-        self, options: PlanOptions, costs: SensitivityDocument, *, kept_beside: Path, console: Console = SILENT
-    ) -> None:
-        data, aligned = costs.data, costs.aligned
-        checkpoint = open_checkpoint(options.name)
+    def __init__(self, options: PlanOptions, costs: SensitivityDocument, kept_beside: Path, console: Console) -> None:
+        data, aligned, checkpoint = costs.data, costs.aligned, open_checkpoint(options.name)
         dtype = compute_dtype(options.dtype, stored_dtype(checkpoint))
         self.blocks, self.console = Blocks(checkpoint, dtype, torch.device(default_device())), console
         if file_sha256(data.file) != data.sha256:
             raise UserError(f"{data.file} is not the data that the costs were measured on")
         drawn = read_windows(checkpoint, data.file, seq_len=data.seq_len, seed=data.seed)
-        choose, rest = drawn[: data.samples], drawn[data.samples :]
-        self.aligner, aligned_on = None, drawn[:0]
-        if aligned is not None:
-            windows = split_windows(rest, aligned.samples, aligned.heldout, None)
-            if windows is None:
-                raise _too_few(len(rest), data, "to align on and confirm a layout on")
-            self.aligner, aligned_on = AlignedLayouts(self.blocks, windows), windows.all.numpy()
-            rest = rest[len(aligned_on) :]
+        sizes = [data.samples, *((aligned.samples, aligned.heldout) if aligned else ())]
+        choose, *to_align, rest = np.split(drawn, np.cumsum(sizes))
+        self.scorer = LayerwiseScores(self.blocks, Windows(*map(torch.from_numpy, to_align)) if aligned else None)
         chosen_on = {window.tobytes() for window in choose}
         confirm = np.array([window for window in rest if window.tobytes() not in chosen_on], dtype=drawn.dtype)
-        if len(confirm) < LEAST_HELD_OUT:
-            raise _too_few(len(confirm), data, "to confirm a layout on")
+        if len(confirm) < 2:  # which have no standard error
+            raise UserError(
+                f"{data.file} has {len(confirm)} windows of {data.seq_len} tokens to confirm a layout on, beside those"
+                " that it is chosen by; measure the sensitivity with fewer --samples, or with more data"
+            )
         self.windows = {False: choose, True: confirm[: len(choose)]}  # by held_out
-        digest = hashlib.sha256(str([costs.fingerprint, dtype, aligned]).encode())
-        for windows_of in (*self.windows.values(), aligned_on):
-            digest.update(np.ascontiguousarray(windows_of).tobytes() + str(windows_of.shape).encode())
+        digest = hashlib.sha256(str([costs.fingerprint, dtype, data, aligned]).encode() + drawn.tobytes())
         # not a name that ``report`` looks for in a folder
         self.kept = kept_beside.with_name(f"measured-{kept_beside.stem}-{digest.hexdigest()[:12]}.json")
-        self.tables = {held_out: read_own(self.kept).get(str(held_out), {}) for held_out in self.windows}
+        self.nlls: dict[str, list[float]] = read_own(self.kept)  # by layout and windows
 
     def measure(self, layout: Layout, held_out: bool) -> LayoutCost:
         """Return the cost of a layout; ``held_out``: on the windows that nothing was chosen by."""
         increase = self._nlls(layout, held_out) - self._nlls(Layout.dense(self.blocks.num_layers), held_out)
         increase /= self.windows[held_out].shape[1] - 1
-        stderr = float(increase.std(ddof=1) / math.sqrt(len(increase))) if len(increase) > 1 else None
-        return LayoutCost(float(increase.mean()), stderr, len(increase))
-
-    def tidy(self) -> None:
-        """Delete the kept measurements, once the plan is written."""
-        self.kept.unlink(missing_ok=True)
+        return LayoutCost(float(increase.mean()), float(increase.std(ddof=1) / math.sqrt(len(increase))), len(increase))
 
     def _nlls(self, layout: Layout, held_out: bool) -> np.ndarray:
-        """Return the summed nats of each window."""
-        key, windows = str(layout), self.windows[held_out]
-        if len(self.tables[held_out].get(key, [])) != len(windows):
-            if self.aligner is None:
-                self.tables[held_out][key] = self._score(layout, windows)
-            else:  # aligning takes longer than scoring, and is done once
-                both = torch.from_numpy(np.concatenate([*self.windows.values()]))
-                with self.console.progress("aligning and measuring", sum(aligned_passes(layout))) as advance:
-                    nlls = self.aligner(layout, both, advance)
-                count = len(self.windows[False])
-                self.tables[False][key], self.tables[True][key] = nlls[:count].tolist(), nlls[count:].tolist()
-            write_json(self.kept, {str(name): table for name, table in self.tables.items()})
-        return np.array(self.tables[held_out][key])
-
-    def _score(self, layout: Layout, windows: np.ndarray) -> list[float]:
-        blocks = self.blocks
-        states = 2 * windows.size * int(blocks.config["hidden_size"]) * blocks.dtype.itemsize
-        check_room(states, torch.device("cpu"), "measuring a layout", "measure the sensitivity with fewer --samples")
-        model = "the dense model" if layout.is_dense else "a layout"
-        with self.console.progress(f"measuring {model}", blocks.num_layers) as advance:
-
-            def layer_at(index: int) -> torch.nn.Module:
-                advance(1)
-                return blocks.layer(index, layout, blocks.weights(index))
-
-            nlls = window_nlls(blocks, layer_at, torch.from_numpy(windows), batch_size=usual_batch(windows))
-        check_finite(float(nlls.sum()), f"the log-likelihood under {layout}")
-        return nlls.tolist()
-
-
-def _too_few(count: int, data: CalibrationData, purpose: str) -> UserError:
-    return UserError(
-        f"{data.file} has {count} windows of {data.seq_len} tokens {purpose}, beside the {data.samples} that it is"
-        " chosen by; measure the sensitivity with fewer --samples, or with more data"
-    )
+        keys = {False: f"{layout}", True: f"{layout}, held out"}
+        if keys[held_out] not in self.nlls:
+            # aligning takes longer than scoring, and is done once
+            kinds = [held_out] if self.scorer.windows is None else [False, True]
+            ids = torch.from_numpy(np.concatenate([self.windows[kind] for kind in kinds]))
+            doing = "measuring" if self.scorer.windows is None else "aligning and measuring"
+            model = "the dense model" if layout.is_dense else "a layout"
+            with self.console.progress(f"{doing} {model}", self.scorer.passes(layout)) as advance:
+                nlls = self.scorer(layout, ids, advance).tolist()
+            for kind in kinds:
+                count = len(self.windows[kind])
+                self.nlls[keys[kind]], nlls = nlls[:count], nlls[count:]
+            write_json(self.kept, self.nlls)
+        return np.array(self.nlls[keys[held_out]])

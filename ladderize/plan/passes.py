@@ -233,12 +233,15 @@ class _Pass:
 
     def scores(self, window: int | None) -> float:
         """Return the time of queries times keys, softmax, and times values, in a layer with this window."""
-        engine, shape = self.engine, self.shape
+        engine, shape, (least, most) = self.engine, self.shape, self.seen
         width = self.width if engine.cache_bytes is None else engine.cache_bytes
         heads = shape.own_heads if engine.kv_per_query_head else shape.own_kv_heads
-        seen = mean_keys(*self.seen, window)
+        seen = (least + most) / 2  # keys, on average
+        if window is not None and window < most:
+            count, inside = most - least + 1, max(0, window - least)
+            seen = (inside * (least + window - 1) / 2 + (count - inside) * window) / count
         # a decode step reads the keys that it sees; a prompt reads each key once for many tokens
-        columns = seen if self.tokens == 1 else self.seen[1]
+        columns = seen if self.tokens == 1 else most
         cache = 2 * self.batch * heads * columns * shape.head_dim * width
         pairs = self.batch * shape.own_heads * self.tokens * seen
         written = engine.score_passes * pairs * self.width if self.tokens > 1 else 0.0
@@ -281,14 +284,6 @@ class _Pass:
         # counts as a message of as many bytes, as in an emulated group
         gathered = self.batch * self.shape.own_vocab * self.shape.tp_size * self.width
         return sum(self.serving.fastest(size).seconds(size) for size in (self.stream, gathered))
-
-
-def mean_keys(least: int, most: int, window: int | None) -> float:
-    """Return the mean number of keys in the window, over tokens that have ``least`` to ``most`` keys in view."""
-    if window is None or window >= most:
-        return (least + most) / 2
-    count, inside = most - least + 1, max(0, window - least)
-    return (inside * (least + window - 1) / 2 + (count - inside) * window) / count
 
 
 class PassSeconds(NamedTuple):

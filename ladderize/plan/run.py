@@ -25,13 +25,14 @@ from ladderize.files.output import replacement
 from ladderize.files.records import Record
 from ladderize.files.regular import names_a_file, resolved
 from ladderize.layout import Layout, LayoutError
-from ladderize.plan.choice import LAYER_KINDS, LayerTables, PlanChoice, choose_layout, kind_seconds
+from ladderize.plan.choice import KINDS, LayerTables, choose_layout, kind_seconds
 from ladderize.plan.hardware import DeviceSpec, known_engines, own_links, read_device
 from ladderize.plan.options import BOUND_NAMES, PlanOptions
 from ladderize.plan.passes import WIDTHS, Serving, pass_parts
 from ladderize.plan.rows import (
     CHECKPOINT_ROW,
     CHOSEN_ROW,
+    PlanChoice,
     PlannedRow,
     PlanVerdict,
     judge,
@@ -76,7 +77,7 @@ def plan_layouts(options: PlanOptions, *, console: Console = SILENT) -> PlanResu
     if out is not None and recipe_out is not None and resolved(out) == resolved(recipe_out):
         raise UsageError("--out and --recipe-out are one file; name two")
     inputs = [options.shape, options.hardware, options.link, options.outer_link, options.sensitivity]
-    for path, flag in ((out, "--out"), (recipe_out, "--recipe-out")):
+    for flag, path in {"--out": out, "--recipe-out": recipe_out}.items():
         if path is not None:
             check_writable(path, flag, inputs=inputs)
     served, layout = _serving(options)
@@ -94,31 +95,25 @@ def plan_layouts(options: PlanOptions, *, console: Console = SILENT) -> PlanResu
     verdicts = [judge(table, group) for table, group in zip(tables, groups, strict=True)]
     rows = [*itertools.chain.from_iterable(tables)]
     fitting = [group for table, group in zip(tables, groups, strict=True) if table[0].fits is not False]
-    links = [*max(groups, key=lambda group: group.ranks).links]
-    result = PlanResult(
-        served.dtype, served.is_fp8, options, served.device, links, served.engine.name, rows, verdicts,
-        [*_doubts(fitting)], choice,
-    )  # fmt: skip
+    links, doubts = [*max(groups, key=lambda group: group.ranks).links], [*_doubts(fitting)]
+    about = (served.dtype, served.is_fp8, options, served.device, links, served.engine.name)
+    result = PlanResult(*about, rows, verdicts, doubts, choice)
     if out is not None:
         write_json(out, result.to_dict())
     if choice is not None and recipe_out is not None:
         _write_recipe(recipe_out, choice)
     if measurer is not None:
-        measurer.tidy()
+        measurer.kept.unlink(missing_ok=True)
     return result
 
 
 def _serving(options: PlanOptions) -> tuple[Serving, Layout]:
     """Return the model on the first group with the first batch, without links, and its own layout, from its config."""
     device, engines = read_device(options.hardware), known_engines()
-    folder = None
-    if options.model is not None:
-        folder = resolve_json(options.model)[0]
-        config = read_config(folder)
-    else:
-        config = read_shape(options.name, "--shape")
-        if config.get("model_type") is None or find_family(config) is not None:
-            config = dense_config(config)
+    folder = None if options.model is None else resolve_json(options.model)[0]
+    config = read_config(folder) if folder is not None else read_shape(options.name, "--shape")
+    if folder is None and (config.get("model_type") is None or find_family(config) is not None):
+        config = dense_config(config)
     quantisation, config = quantisation_of(config, folder), plain_config(config)
     check_config(config)
     layout = Layout.from_config(config)
@@ -143,11 +138,8 @@ def _serving(options: PlanOptions) -> tuple[Serving, Layout]:
         raise UsageError(f"--speeds {speeds} is not one of {', '.join(engines)}")
     engine = engines[speeds]
     device = replace(device, relative_error=math.hypot(device.relative_error, engine.relative_error))
-    serving = Serving(
-        config, dtype, quantisation is not None, device, engine, (), options.tp_sizes[0], options.batch_sizes[0],
-        options.prompt_len, options.output_len,
-    )  # fmt: skip
-    return serving, layout
+    sizes = (options.tp_sizes[0], options.batch_sizes[0], options.prompt_len, options.output_len)
+    return Serving(config, dtype, quantisation is not None, device, engine, (), *sizes), layout
 
 
 def _links(options: PlanOptions, serving: Serving, ranks: int) -> tuple[Interconnect, ...]:
@@ -239,11 +231,11 @@ def _choose(
     """Return the fastest layout within the budget on this group, and the measurer, if layouts were measured."""
     costs = read_sensitivity(sensitivity)
     _check_costs(options, layout, costs, serving.ranks)
-    nats = np.full((layout.num_layers, len(LAYER_KINDS)), np.inf)  # where none was measured
+    nats = np.full((layout.num_layers, len(KINDS)), np.inf)  # where none was measured
     nats[:, 0] = 0.0
     for cost in costs.costs:
         if cost.layer or "+" not in cost.kind:  # no MLP enters the first, so that is spd
-            nats[cost.layer, LAYER_KINDS.index(cost.kind)] = max(cost.nats, 0.0)  # below 0 is noise
+            nats[cost.layer, KINDS.index(cost.kind)] = max(cost.nats, 0.0)  # below 0 is noise
     times = pass_parts(serving, costs.sync_tp_size)
     constant, seconds = kind_seconds(times, serving.passes, layout.num_layers)
     tables = LayerTables(seconds, nats, constant, costs.sync_tp_size)
@@ -251,7 +243,7 @@ def _choose(
     if limit:
         from ladderize.plan.measure import LayoutMeasurer
 
-        measurer = LayoutMeasurer(options, costs, kept_beside=options.out or sensitivity, console=console)
+        measurer = LayoutMeasurer(options, costs, options.out or sensitivity, console)
     choice = choose_layout(tables, budget, measurer.measure if measurer else None, limit, console=console)
     return replace(choice, costs_file=str(sensitivity), aligned=costs.aligned), measurer
 

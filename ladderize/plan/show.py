@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from ladderize.console import Console
 from ladderize.convert.sensitivity_file import alignment_words
-from ladderize.plan.choice import PlanChoice, shown_increase
-from ladderize.plan.rows import CHOSEN_ROW, PlannedRow, PlanVerdict, shown_name
+from ladderize.plan.rows import CHOSEN_ROW, PlanChoice, PlannedRow, PlanVerdict, shown_increase, shown_name
 from ladderize.plan.run import PlanResult
 
 LONG_TRAINING = "*"  # the mark of a layout that needs one
@@ -72,8 +71,7 @@ def _line(row: PlannedRow) -> dict[str, str]:
 
 def _digits(value: float) -> str:
     """Return a number with three digits, more than a prediction has."""
-    digits = sum(0 < value < bound for bound in (1, 10, 100))
-    return f"{value:.{digits}f}"
+    return f"{value:.{sum(0 < value < bound for bound in (1, 10, 100))}f}"
 
 
 def _show_choice(choice: PlanChoice, row: PlannedRow, console: Console) -> None:
@@ -99,6 +97,6 @@ def _show_choice(choice: PlanChoice, row: PlannedRow, console: Console) -> None:
         console.prose(f"aligned  {alignment_words(choice.aligned)}", indent=9)
     if row.speedup_low <= 1:
         console.warn("the band of its speed-up includes 1: it may not be faster than dense on this hardware")
-    if not choice.is_verified:
+    if chosen.held_out is None:
         more = "a larger --verify" if choice.measured else "--verify N"
         console.warn(f"costs of layers do not add up, so it may cost more than the budget; {more} measures it")

@@ -61,6 +61,72 @@ class FoundDocuments:
     def of(self, kind: type[Kind]) -> list[tuple[Path, Kind]]:
         return [(path, document) for path, document in self.documents.items() if isinstance(document, kind)]
 
+    def add_folder(self, folder: Path) -> None:
+        """Add the documents in a folder and in the folders below it."""
+        below = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        files = [file for level in (folder, *below) for pattern in PATTERNS for file in sorted(level.glob(pattern))]
+        for file in filter(Path.is_file, files):
+            self.add_file(file, is_named=False)
+        runs = [level for level in (folder, *below) if not level.name.endswith(".ladderize-work")]
+        retrainings = [run for run in runs if (run / METRICS).is_file()]
+        for run in retrainings:
+            self.add_retraining(run, run.name)
+        if not files and not retrainings:
+            raise UserError(
+                f"{folder} has no {SWEEP}, {', '.join(PATTERNS)} or {METRICS}; name a folder that `ladderize sweep`"
+                " made, or files that eval or bench wrote"
+            )
+
+    def add_file(self, path: Path, *, is_named: bool = True) -> None:
+        """Add a file's document, by a key that only one kind has; a ``bench --train`` in a folder is passed over."""
+        if path in self.documents:
+            return
+        content = read_document(path, READABLE)
+        if "points" in content:
+            sweep = self.documents[path] = SweepDocument.from_dict(content, path)
+            self.add_stages(path, sweep)
+        elif "models" in content:
+            self.documents[path] = EvalResults.from_dict(content, path)
+        elif "costs" in content:
+            self.documents[path] = read_sensitivity(path)
+        elif "rows" in content:
+            bench = BenchDocument.from_dict(content, path)
+            if not bench.options.train:
+                self.documents[path] = bench
+            elif is_named:
+                raise UserError(f"{path} is of bench --train, which has no place in a report; leave it out")
+        else:
+            raise UserError(f"{path} is none of the documents that a report is made of: {READABLE}")
+
+    def add_stages(self, path: Path, sweep: SweepDocument) -> None:
+        """Add the files that a sweep points to, all inside its folder."""
+
+        def inner(name: str) -> Path:
+            if (target := inside(path.parent, name)) is None:
+                raise UserError(f"{path} names {name}, which lies outside of its folder")
+            return target
+
+        results = [point.results for point in sweep.points if point.results is not None]
+        for name in (*results, *sweep.benches):
+            file = inner(name)
+            if not file.is_file():
+                raise UserError(f"{path} names {name}, which is not there; run `ladderize sweep` again")
+            self.add_file(file)
+            self.stages[file] = name
+        for point in sweep.points:
+            if point.adaptation is not None and (inner(point.adaptation) / METRICS).is_file():
+                self.add_retraining(inner(point.adaptation), point.name)
+
+    def add_retraining(self, folder: Path, name: str) -> None:
+        """Add the validations of a finished retraining, unless it is there already."""
+        tokens, validations = 0, []
+        for row in file_rows(str(folder / METRICS)):
+            line = MetricsLine.from_dict(row.values, row.origin)
+            tokens = tokens if line.tokens is None else line.tokens  # a validation follows its step
+            if line.heldout_perplexity is not None:
+                validations.append(replace(line, tokens=tokens))
+        self.documents.setdefault(folder, RetrainingRun(name, validations))
+
 
 def find_documents(paths: list[Path]) -> FoundDocuments:
     """Return all documents in the files and folders that a user named."""
@@ -70,79 +136,7 @@ def find_documents(paths: list[Path]) -> FoundDocuments:
             raise UserError(f"{path} does not exist; name a sweep's folder, or files that eval or bench wrote")
         file = path if path.is_file() else path / SWEEP
         if file.is_file():
-            _add_file(file, documents)
+            documents.add_file(file)
         else:
-            _add_folder(path, documents)
+            documents.add_folder(path)
     return documents
-
-
-def _add_folder(folder: Path, documents: FoundDocuments) -> None:
-    """Add the documents in a folder and in the folders below it."""
-    below = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    files = [file for level in (folder, *below) for pattern in PATTERNS for file in sorted(level.glob(pattern))]
-    for file in filter(Path.is_file, files):
-        _add_file(file, documents, is_named=False)
-    runs = [level for level in (folder, *below) if not level.name.endswith(".ladderize-work")]
-    retrainings = [run for run in runs if (run / METRICS).is_file()]
-    for run in retrainings:
-        _add_retraining(run, run.name, documents)
-    if not files and not retrainings:
-        raise UserError(
-            f"{folder} has no {SWEEP}, {', '.join(PATTERNS)} or {METRICS}; name a folder that `ladderize sweep` made,"
-            " or files that eval or bench wrote"
-        )
-
-
-def _add_file(path: Path, documents: FoundDocuments, *, is_named: bool = True) -> None:
-    """Add a file's document; a ``bench --train`` in a folder is passed over."""
-    if path in documents.documents:
-        return
-    content = read_document(path, READABLE)
-    if "points" in content:  # a key that only one kind of document has
-        sweep = SweepDocument.from_dict(content, path)
-        documents.documents[path] = sweep
-        _add_stages(path, sweep, documents)
-    elif "models" in content:
-        documents.documents[path] = EvalResults.from_dict(content, path)
-    elif "costs" in content:
-        documents.documents[path] = read_sensitivity(path)
-    elif "rows" in content:
-        bench = BenchDocument.from_dict(content, path)
-        if not bench.options.train:
-            documents.documents[path] = bench
-        elif is_named:
-            raise UserError(f"{path} is of bench --train, which has no place in a report; leave it out")
-    else:
-        raise UserError(f"{path} is none of the documents that a report is made of: {READABLE}")
-
-
-def _add_stages(path: Path, sweep: SweepDocument, documents: FoundDocuments) -> None:
-    """Add the files that a sweep points to, all inside its folder."""
-
-    def inner(name: str) -> Path:
-        if (target := inside(path.parent, name)) is None:
-            raise UserError(f"{path} names {name}, which lies outside of its folder")
-        return target
-
-    results = [point.results for point in sweep.points if point.results is not None]
-    for name in (*results, *sweep.benches):
-        if not inner(name).is_file():
-            raise UserError(f"{path} names {name}, which is not there; run `ladderize sweep` again")
-        _add_file(inner(name), documents)
-        documents.stages[inner(name)] = name
-    for point in sweep.points:
-        if point.adaptation is not None and (inner(point.adaptation) / METRICS).is_file():
-            _add_retraining(inner(point.adaptation), point.name, documents)
-
-
-def _add_retraining(folder: Path, name: str, documents: FoundDocuments) -> None:
-    """Add the validations of a finished retraining."""
-    if folder in documents.documents:
-        return
-    tokens, validations = 0, []
-    for row in file_rows(str(folder / METRICS)):
-        line = MetricsLine.from_dict(row.values, row.origin)
-        tokens = tokens if line.tokens is None else line.tokens  # a validation follows its step
-        if line.heldout_perplexity is not None:
-            validations.append(replace(line, tokens=tokens))
-    documents.documents[folder] = RetrainingRun(name, validations)

@@ -124,24 +124,21 @@ def _compare(models: Models, documents: FoundDocuments, evaluated: Evaluated, ma
         if key != dense:
             comparison = stored.get(key) or compare_models(answered(dense), answered(key), margin)
             _add_comparison(models[key], models[dense], comparison)
-            sentences = (*comparison.left_out, *comparison.remarks)
-            remarks += [f"{models[key].name}: {sentence}" for sentence in sentences]
+            remarks += [f"{models[key].name}: {text}" for text in (*comparison.left_out, *comparison.remarks)]
     return list(dict.fromkeys(remarks))
 
 
 def _add_comparison(model: ReportModel, reference: ReportModel, comparison: ComparisonDocument) -> None:
     model.comparison = comparison
-    if (overall := comparison.overall) is not None:
-        model.accuracy = overall.value  # over the tasks of the difference
-        model.verdict = overall.verdict or ""
-        share = WithInterval(overall.difference, overall.low, overall.high)
-        model.difference = share.mapped(lambda value: 100 * value)
+    overall, predictions, text = comparison.overall, comparison.predictions, comparison.perplexity
+    if overall is not None:
+        model.accuracy, model.verdict = overall.value, overall.verdict or ""  # over the tasks of the difference
+        model.difference = WithInterval.of(overall).mapped(lambda value: 100 * value)
         reference.difference = WithInterval(0.0)
-    if (predictions := comparison.predictions) is not None:
+    if predictions is not None:
         model.divergence = WithInterval(predictions.mean_kl, predictions.low, predictions.high)
-    if (text := comparison.perplexity) is not None:
-        model.perplexity = text.value
-        model.perplexity_change = WithInterval(text.difference, text.low, text.high)
+    if text is not None:
+        model.perplexity, model.perplexity_change = text.value, WithInterval.of(text)
         dense = max(text.value - text.difference, 1.0)  # no perplexity is below 1
         model.perplexity_growth = model.perplexity_change.mapped(lambda more: math.log(max(dense + more, 1.0) / dense))
         reference.perplexity_change = reference.perplexity_growth = WithInterval(0.0)
@@ -165,25 +162,24 @@ def _add_times(models: Models, documents: FoundDocuments, *, is_evaluated: bool)
             is_first = row.model == bench.rows[0].model
             has_interval = bench.options.repeat >= LEAST_ROUNDS and not is_first
             model.timings[setting] = Timing(row, is_first, has_interval)
-        reference = next(iter(models.values()), None)
-        if is_evaluated and bench.rows and not bench.rows[0].is_random and reference is not next(iter(timed.values())):
+        first, reference = next(iter(timed), None), next(iter(models), None)
+        if is_evaluated and first != reference and first is not None and not bench.rows[0].is_random:
             raise UserError(
                 f"{path} has speed-ups over {bench.rows[0].model}, but the accuracies are compared with"
-                f" {models[next(iter(models))].model}; name the same model first in eval and in bench"
+                f" {models[str(reference)].model}; name the same model first in eval and in bench"
             )
-        failed = {
-            normpath(name): f"{path.name}: {reason}, so it was not timed" for name, reason in bench.failed.items()
-        }
-        remarks += failed.values()
+        for name, reason in bench.failed.items():
+            remarks.append(f"{path.name}: {reason}, so it was not timed")
+            failed = models.get(normpath(name))
+            if failed is not None:
+                failed.failure = failed.failure or remarks[-1]
+        donors = {model.layout: model for model in reversed([*timed.values()]) if model.is_model}
+        apart = timed.keys() | {normpath(name) for name in bench.failed}
         for key, model in models.items():
-            if key in failed:
-                model.failure = model.failure or failed[key]
-            elif model.is_model and key not in timed:
-                donors = (donor for donor in timed.values() if donor.is_model and donor.layout == model.layout)
-                if (donor := next(donors, None)) is not None:
-                    times = donor.timings.items()
-                    model.timings |= {setting: timing for setting, timing in times if setting.source == source}
-                    model.timed_as = donor
+            if model.is_model and key not in apart and model.layout in donors:
+                model.timed_as = donors[model.layout]
+                times = model.timed_as.timings.items()
+                model.timings |= {setting: timing for setting, timing in times if setting.source == source}
     return remarks
 
 

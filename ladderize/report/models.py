@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ladderize.adapt.options import ALIGN
-from ladderize.eval.results import ComparisonDocument
+from ladderize.eval.results import ComparisonDocument, MeanComparison, PerplexityComparison
 from ladderize.layout import DELAYED, DROPPED, OVERLAPPED, Layout
 from ladderize.runtime.bench.document import BenchRow
 from ladderize.sweep_document import AS_CONVERTED
@@ -30,6 +30,10 @@ class WithInterval:
     value: float
     low: float | None = None
     high: float | None = None
+
+    @classmethod
+    def of(cls, compared: MeanComparison | PerplexityComparison) -> "WithInterval":
+        return cls(compared.difference, compared.low, compared.high)
 
     def mapped(self, function: Callable[[float], float]) -> "WithInterval":
         low, high = (None if end is None else function(end) for end in (self.low, self.high))

@@ -234,13 +234,15 @@ def _not_evaluated(models: list[ReportModel]) -> list[str]:
 def _fastest(models: list[ReportModel], settings: list[Setting]) -> tuple[ReportModel | None, Setting | None]:
     """Return the fastest model and the setting of its time; None for what is not there. Models shown to be faster go
     before others, then earlier settings. Of equally fast ones it is the most accurate."""
-    for needs_proof in (True, False):
-        for setting in settings:
-            timed = [model for model in models if setting in model.timings]
-            ranked = [model for model in timed if model.timings[setting].is_faster or not needs_proof]
-            if ranked:
-                speeds = {model.name: model.timings[setting].speedup().value for model in ranked}
-                return max(ranked, key=lambda model: (speeds[model.name], model.accuracy or 0.0)), setting
+
+    def rank(timed: tuple[ReportModel, Setting]) -> tuple[bool, int, float, float]:
+        model, setting = timed
+        timing = model.timings[setting]
+        return timing.is_faster, -settings.index(setting), timing.speedup().value, model.accuracy or 0.0
+
+    timed = [(model, setting) for model in models for setting in model.timings]
+    if timed:
+        return max(timed, key=rank)
     return (models[0] if models else None), None
 
 

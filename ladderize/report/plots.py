@@ -148,10 +148,6 @@ def level(channel: Any, value: float, *, dashed: bool = False) -> alt.Chart:
     return rule.mark_rule(aria=False, color="gray", strokeDash=[6, 4] if dashed else alt.Undefined)
 
 
-def margin_level(measure: Measure, margin: float) -> list[alt.Chart]:
-    return [level(alt.Y, -margin, dashed=True)] if measure is ACCURACY else []
-
-
 def intervals(chart: alt.Chart, axis: str) -> alt.Chart:
     """Draw a bar for each row that has the ends of an interval of ``x`` or ``y``, which screen readers skip."""
     bars = chart.mark_rule(aria=False, strokeWidth=2)
@@ -217,7 +213,7 @@ def _tradeoff_panel(content: ReportContent, measure: Measure, setting: Setting) 
     layers = [
         level(alt.X, 1),
         level(alt.Y, 0),
-        *margin_level(measure, content.margin),
+        *[level(alt.Y, -content.margin, dashed=True)] * (measure is ACCURACY),
         front.encode(order="x:Q"),
         intervals(coloured, "x"),
         intervals(coloured, "y"),
@@ -301,7 +297,7 @@ def task_plots(content: ReportContent) -> list[ReportPlot]:
         for task in comparison.tasks:
             if not task.main or task.verdict is None:  # another metric, or one without a meaning in points
                 continue
-            points = WithInterval(task.difference, task.low, task.high).mapped(lambda value: 100 * value)
+            points = WithInterval.of(task).mapped(lambda value: 100 * value)
             description = f"{model.title}; {task.task}: {points_text(points)} points"
             if task.right_to_wrong is not None and task.wrong_to_right is not None:
                 lost, won = len(task.right_to_wrong), len(task.wrong_to_right)
@@ -335,7 +331,7 @@ def recovery_plots(content: ReportContent) -> list[ReportPlot]:
     chart = alt.Chart().encode(x, measure.axis(alt.Y("y:Q")), family_colour(rows))
     layers = [
         level(alt.Y, 0),
-        *margin_level(measure, content.margin),
+        *[level(alt.Y, -content.margin, dashed=True)] * (measure is ACCURACY),
         chart.mark_line(aria=False, opacity=0.8).encode(alt.Detail(["line:N", "conversion:N"])),
         intervals(chart, "y"),
         marks(chart.transform_filter("datum.is_end"), 60),
@@ -356,11 +352,10 @@ def retraining_plots(documents: FoundDocuments) -> list[ReportPlot]:
     key, quality = ("heldout_divergence", "KL to dense") if has_teacher else ("heldout_perplexity", "perplexity")
     rows: list[Row] = []
     for name, line in validations:
-        if (value := line.value(key)) is not None:
-            description = f"{name}: {line.tokens:,} tokens, {quality} {value:.4g}"
-            rows.append(
-                {"name": name, "step": line.step, "tokens": line.tokens, "y": value, "description": description}
-            )
+        value = line.value(key)
+        if value is not None:
+            row = {"name": name, "step": line.step, "tokens": line.tokens, "y": value}
+            rows.append({**row, "description": f"{name}: {line.tokens:,} tokens, {quality} {value:.4g}"})
     dense = {line.value("dense_heldout_perplexity") for _, line in validations}
     levels = [] if has_teacher else sorted({round(value, 6) for value in dense if value is not None})
     dashed = f"Dashed: the dense model, {', '.join(f'{value:.4g}' for value in levels)}." if levels else ""

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from ladderize.runtime.collectives.differentiable import Stream, whole
-from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.layers import AttentionWeights, MlpWeights, RMSNorm
+from ladderize.runtime.kv_cache import KVCache, NoCache
+from ladderize.runtime.layers import RMSNorm, Sublayer
 from ladderize.runtime.native.library import BLOCK, LANES, TYPES, Cache, Heads, Seen, address
 from ladderize.runtime.operations import Operations, attend
-from ladderize.runtime.shards import Shape
 from ladderize.runtime.step import Step
 
 
@@ -33,68 +32,42 @@ class CpuOperations(Operations):
         self._rms_norm(TYPES[x.dtype], *pointers, x.numel() // width, width, norm.eps, self.threads)
         return out
 
-    def mlp(self, weights: MlpWeights, x: Stream, apart: list[Tensor] | None) -> Tensor:  # type: ignore[override]
-        x = whole(x)
-        inputs = [x] if apart is None else [x + partial for partial in apart]
-        products = [
-            gate_up(self.norm(weights.norm, read))
-            for gate_up, read in zip(weights.gate_up, inputs, strict=apart is not None)
-        ]
-        inner, kind = products[0].shape[-1] // 2, TYPES[x.dtype]
-        stride = inner * len(products)
-        out = x.new_empty(*x.shape[:-1], stride)
-        rows, start = out.numel() // stride, out.data_ptr()
-        for number, product in enumerate(products):
-            to = start + number * inner * x.element_size()
-            self._gated(kind, product.data_ptr(), to, rows, inner, stride, self.threads)
+    def gated(self, gate_up: Tensor) -> Tensor:
+        inner = gate_up.shape[-1] // 2
+        out = gate_up.new_empty(*gate_up.shape[:-1], inner)
+        rows, pointers = out.numel() // inner, (gate_up.data_ptr(), out.data_ptr())
+        self._gated(TYPES[out.dtype], *pointers, rows, inner, inner, self.threads)
         return out
 
-    def attention(
-        self,
-        weights: AttentionWeights,
-        x: Stream,
-        step: Step,
-        cache: KVCache,
-        index: int,
-        shape: Shape,
-        virtual: int = 0,
-    ) -> Tensor:
-        x, decoder = whole(x), shape.decoder
-        batch, tokens, _ = x.shape
-        heads, kv_heads, dim, norms = shape.own_heads, shape.own_kv_heads, shape.head_dim, weights.head_norms
-        qkv = weights.qkv[virtual](self.norm(weights.norm, x))
+    def attend_projected(self, weights: Sublayer, qkv: Tensor, step: Step, cache: KVCache) -> Tensor:
+        if isinstance(cache, NoCache) or not isinstance(step.columns, int):
+            return super().attend_projected(weights, qkv, step, cache)
+        shape, decoder, index = weights.shape, weights.shape.decoder, weights.layer
+        batch, tokens, _ = qkv.shape
+        heads, kv_heads, dim = shape.own_heads, shape.own_kv_heads, shape.head_dim
         rope = step.rope_factors.contiguous() if decoder.rope[index] else None
         if rope is not None and (rope.shape[0] not in (1, batch) or rope.shape[1:] != (tokens, 1, dim // 2)):
             raise ValueError(f"rope factors {tuple(rope.shape)} of {batch} x {tokens} tokens with heads of {dim}")
         rope_row = 0 if rope is None or rope.shape[0] == 1 else tokens * dim
         query = torch.empty(batch, tokens, heads, dim)
-        kept = cache.is_static and cache.keys.dtype == torch.float32 and isinstance(step.columns, int)
-        if kept:
-            layer = _layer(cache.keys[index], cache.values[index], int(step.columns))
-        else:
-            keys, values = (torch.empty(batch, kv_heads, tokens, dim) for _ in range(2))
-            layer = _layer(keys, values)
-        kind, size = TYPES[x.dtype], byref(Heads(batch, tokens, heads, kv_heads, dim))
+        keys, values = cache.keys[index], cache.values[index]  # of a head its columns side by side
+        strides_and_sizes = *keys.stride()[:2], step.columns, keys.shape[0], keys.shape[2]
+        layer = Cache(keys.data_ptr(), values.data_ptr(), *strides_and_sizes)
+        kind, size = TYPES[qkv.dtype], byref(Heads(batch, tokens, heads, kv_heads, dim))
         failed = self._rotate(
             *(kind, size, qkv.data_ptr()),
-            *((None, 0.0) if norms is None else (norms.weight.data_ptr(), norms.eps)),
+            *(address(weights.head_norms), shape.eps),
             *(address(rope), rope_row, query.data_ptr(), byref(layer), self.threads),
         )
         if failed:
             raise IndexError(f"the KV cache has no such rows or columns: {batch} rows, columns {step.columns}")
-        if not kept:
-            cache.write(index, step.columns, keys, values)
-            if step.length:
-                keys, values = (tensor.float() for tensor in cache.read(index, step.length))
-                layer = _layer(keys, values)
         mask, causal = step.seen(decoder.windows[index])
         length = step.length or tokens
         scale = dim**-0.5 if decoder.attention_scale is None else decoder.attention_scale
         if tokens > 1 and dim % LANES:
-            if kept:
-                keys, values = cache.read(index, length)
-            return attend(query.transpose(1, 2), keys, values, mask, causal, scale=scale).to(x.dtype)
-        out = x.new_empty(batch, tokens, heads * dim)
+            kept = cache.read(index, length)
+            return attend(query.transpose(1, 2), *kept, mask, causal, scale=scale).to(qkv.dtype)
+        out = qkv.new_empty(batch, tokens, heads * dim)
         blocks = 0 if tokens == 1 else -(-length // BLOCK)
         room = torch.empty(self.threads, blocks * BLOCK * dim)
         seen = _seen(mask, causal, (batch, tokens, length))
@@ -105,12 +78,6 @@ class CpuOperations(Operations):
         if failed:
             raise IndexError(f"the KV cache has no {length} columns")
         return out
-
-
-def _layer(keys: Tensor, values: Tensor, column: int = 0) -> Cache:
-    """Return keys and values [batch, heads, columns, head_dim], a head's columns side by side, for the kernels. column:
-    the first one of a pass's tokens."""
-    return Cache(keys.data_ptr(), values.data_ptr(), *keys.stride()[:2], column, keys.shape[0], keys.shape[2])
 
 
 def _seen(mask: Tensor | None, causal: bool, size: tuple[int, int, int]) -> Seen:

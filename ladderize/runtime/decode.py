@@ -94,21 +94,6 @@ def rope_table(config: dict[str, object], positions: int, device: torch.device) 
     return torch.complex(cos[0, :, :half], sin[0, :, :half]).to(device)
 
 
-class GrowingRope:
-    """A ``rope_table`` that grows up to ``most``: configs promise millions of positions, of which texts need few."""
-
-    def __init__(self, config: dict[str, object], most: int, device: torch.device) -> None:
-        self.config, self.most = config, most
-        self.table = rope_table(config, 1, device)
-
-    def __call__(self, positions: int) -> Tensor:
-        """Return the factors of at least this many positions."""
-        if len(self.table) < min(positions, self.most):
-            grown = min(1 << (positions - 1).bit_length(), self.most)  # so that it grows few times
-            self.table = rope_table(self.config, grown, self.table.device)
-        return self.table
-
-
 @dataclass
 class Generator:
     """A model with a cache for ``batch`` rows and ``columns`` positions. All ranks call the same methods in the same
@@ -132,27 +117,22 @@ class Generator:
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Read the prompts, one for each row of the cache; return the next logits of each, [batch, vocab]."""
-        self._check_rows(len(prompts))
-        longest = max(len(prompt) for prompt in prompts)
-        ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]).to(self.device)
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        padding = None if int(lengths.min()) == longest else (longest - lengths).to(self.device)
+        longest = max(map(len, prompts))
+        paddings = [longest - len(prompt) for prompt in prompts]
+        rows = [[0] * count + list(prompt) for count, prompt in zip(paddings, prompts, strict=True)]
+        ids = torch.tensor(rows).to(self.device)
+        padding = torch.tensor(paddings).to(self.device) if any(paddings) else None
         captured = self._prefills.get((longest, padding is not None, self.schedule))
         if captured is not None:
             self.position, self.padding = longest, padding
             return captured.replay(ids, 0, padding)
         return self.model.logits(self.read(ids, padding)[:, -1:])[:, 0]
 
-    def _check_rows(self, prompts: int) -> None:
-        if prompts != self.cache.keys.shape[1]:
-            raise ValueError(f"{prompts} prompts for a cache of {self.cache.keys.shape[1]} rows")
-
     def read(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
         """Begin anew with ids [batch, tokens]; return the normed hidden states of all, [batch, tokens, hidden]."""
-        rows, tokens = ids.shape
-        self._check_rows(rows)
-        if tokens > self.cache.columns:
-            raise UserError(f"a prompt of {tokens} tokens does not fit a cache of {self.cache.columns}")
+        (rows, tokens), kept = ids.shape, self.cache.keys.shape[1]
+        if rows != kept or tokens > self.cache.columns:
+            raise ValueError(f"{rows} x {tokens} tokens for a cache of {kept} x {self.cache.columns}")
         self.position, self.padding = tokens, padding
         if padding is not None:
             mask = f"the mask of {rows:,} prompts of different lengths up to {tokens:,} tokens"
@@ -163,7 +143,7 @@ class Generator:
     def decode_one_token(self, tokens: Tensor) -> Tensor:
         """Append one token to each row, [batch]; return the logits of the next, [batch, vocab]."""
         if self.position >= self.cache.columns:
-            raise UserError(f"the cache of {self.cache.columns} positions is full")
+            raise ValueError(f"the cache of {self.cache.columns} positions is full")
         position, self.position = self.position, self.position + 1
         if self.graphs:
             graph = self._graph(view_length(self.position, self.cache))
@@ -171,10 +151,7 @@ class Generator:
         if self.padding is None:
             step = Step(self.rope[position][None, None, None], position, self.position)
         else:
-            columns = torch.arange(self.position, device=self.device)
-            mask = (columns[None] >= self.padding[:, None])[:, None, None]
-            positions = (position - self.padding)[:, None]
-            step = Step(_rope_factors(self.rope, positions), position, self.position, mask)
+            step = padded_step(self.rope, position, self.padding, torch.arange(self.position, device=self.device))
         return self.model.logits(self.model.forward(tokens[:, None], step, self.cache))[:, 0]
 
     def prepare(self, lengths: Sequence[int], steps: int) -> None:
@@ -262,10 +239,7 @@ class FixedPass:
             step, schedule = prompt_step(self.rope, self.length, self.padding), self.schedule
         else:
             assert self.padding is not None
-            seen = (self.columns <= self.position) & (self.columns[None] >= self.padding[:, None])
-            positions = (self.position - self.padding)[:, None].clamp(min=0)
-            factors, schedule = _rope_factors(self.rope, positions), SEQUENTIAL
-            step = Step(factors, self.position, self.length, seen[:, None, None])
+            step, schedule = padded_step(self.rope, self.position, self.padding, self.columns), SEQUENTIAL
         return self.model.logits(self.model.forward(self.ids, step, self.cache, schedule)[:, -1:])[:, 0]
 
     def capture(self, generator: Generator) -> "FixedPass":
@@ -280,6 +254,14 @@ class FixedPass:
         self.set(ids, position, padding)
         self.graph.replay()
         return self.logits
+
+
+def padded_step(rope: Tensor, position: int | Tensor, padding: Tensor, columns: Tensor) -> Step:
+    """Return the step of one token of each row in the column ``position``, with ``columns`` [length] in view. padding:
+    [batch] columns of it on the left."""
+    seen = (columns <= position) & (columns[None] >= padding[:, None])
+    factors = _rope_factors(rope, (position - padding)[:, None].clamp(min=0))
+    return Step(factors, position, len(columns), seen[:, None, None])
 
 
 def prompt_step(rope: Tensor, tokens: int, padding: Tensor | None) -> Step:

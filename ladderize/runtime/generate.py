@@ -145,8 +145,8 @@ def _answer_on_rank(
     largest = max(spec.config["hidden_size"] * longest, spec.config["vocab_size"])
     collectives, backend = choose(options.backend, group, max_bytes=spec.torch_dtype.itemsize * largest * rows)
     with console.progress("loading", spec.config["num_hidden_layers"]) as advance:
-        weights, columns = WeightCache(group.device, pack=True), longest + options.max_new_tokens
-        generator = open_generator(spec, collectives, weights, group, rows, columns, advance=advance)
+        weights, columns = WeightCache(group.device, pack=True, advance=advance), longest + options.max_new_tokens
+        generator = open_generator(spec, collectives, weights, group, rows, columns)
     if note := generator.model.operations.note:
         console.warn(note)
     console.note(f"{spec.layout}; {backend}")

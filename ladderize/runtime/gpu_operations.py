@@ -7,10 +7,9 @@ from torch import Tensor
 
 from ladderize.runtime.collectives.differentiable import Stream, Unadded, whole
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.layers import AttentionWeights, HeadNorms, JoinedLinears, Linear, MlpWeights, RMSNorm
+from ladderize.runtime.layers import JoinedLinears, Linear, RMSNorm, Sublayer
 from ladderize.runtime.native import triton_kernels
-from ladderize.runtime.operations import Operations, attend
-from ladderize.runtime.shards import Shape
+from ladderize.runtime.operations import Apart, Operations, attend
 from ladderize.runtime.step import Step
 
 
@@ -25,69 +24,43 @@ class GpuOperations(Operations):
         self.programs = programs
 
     def norm(self, norm: RMSNorm, x: Stream) -> Tensor:
-        if isinstance(x, Unadded) and x.summands is not None:
-            return x.add_by(lambda stream, added: triton_kernels.add_rms_norm(stream, added, norm.weight, norm.eps))
+        if isinstance(x, Unadded) and len(x.summands) == 2:
+            stream, added = x.summands
+            total, normed = triton_kernels.add_rms_norm(stream, added, norm.weight, norm.eps)
+            x.summands = [total]
+            return normed
         return triton_kernels.rms_norm(whole(x), norm.weight, norm.eps)
 
-    def mlp(self, weights: MlpWeights, x: Stream, apart: list[Tensor] | None) -> Tensor:  # type: ignore[override]
+    def mlp(self, weights: Sublayer, x: Stream, apart: Apart) -> Tensor:
+        return abreast(triton_kernels.swiglu(self.products_together(weights, x, apart)))
+
+    def products_together(self, weights: Sublayer, x: Stream, apart: Apart) -> Tensor:
+        """Return what the first projection of each virtual rank makes of what it reads: [ranks, ..., out]."""
         norm = weights.norm
         if apart is None:
-            return triton_kernels.swiglu(weights.gate_up[0](self.norm(norm, x)))
-        inner = triton_kernels.swiglu(together(weights.gate_up, self.norms_apart(norm, x, apart)))
-        return abreast(inner)
-
-    def attention(
-        self,
-        weights: AttentionWeights,
-        x: Stream,
-        step: Step,
-        cache: KVCache,
-        index: int,
-        shape: Shape,
-        virtual: int = 0,
-    ) -> Tensor:
-        if not cache.is_static:
-            return super().attention(weights, x, step, cache, index, shape, virtual)
-        qkv = weights.qkv[virtual](self.norm(weights.norm, x))
-        return self.attend_projected(weights.head_norms, qkv, step, cache, index, shape, 1)
-
-    def attention_apart(
-        self,
-        weights: AttentionWeights,
-        x: Stream,
-        apart: Sequence[Tensor],
-        step: Step,
-        cache: KVCache,
-        index: int,
-        shapes: Sequence[Shape],
-    ) -> Tensor:
-        if not cache.is_static:
-            return super().attention_apart(weights, x, apart, step, cache, index, shapes)
-        shape, ranks = shapes[0], len(apart)
-        qkv = together(weights.qkv, self.norms_apart(weights.norm, x, apart))
-        if ranks > 1:  # the queries of all, then their keys, then their values
-            sizes = [count * shape.head_dim for count in (shape.own_heads, shape.own_kv_heads, shape.own_kv_heads)]
-            qkv = torch.cat([abreast(projected) for projected in qkv.split(sizes, -1)], -1)[None]
-        return self.attend_projected(weights.head_norms, qkv[0], step, cache, index, shape, ranks)
+            return weights.column_parallel[0](self.norm(norm, x))[None]
+        normed = triton_kernels.add_rms_norm(whole(x), stacked(apart), norm.weight, norm.eps)[1]
+        return together(weights.column_parallel, normed)
 
     def products_apart(self, linears: list[Linear], x: Tensor) -> Sequence[Tensor]:
         return together(linears, x.unflatten(-1, (len(linears), -1)).movedim(-2, 0)).unbind(0)
 
-    @staticmethod
-    def norms_apart(norm: RMSNorm, x: Stream, apart: Sequence[Tensor]) -> Tensor:
-        return triton_kernels.add_rms_norm(whole(x), stacked(apart), norm.weight, norm.eps)[1]
-
-    def attend_projected(
-        self, norms: HeadNorms | None, qkv: Tensor, step: Step, cache: KVCache, index: int, shape: Shape, ranks: int
-    ) -> Tensor:
-        """Return the attention of virtual ranks side by side, [batch, tokens, heads of all * head_dim], for qkv [batch,
-        tokens, (heads + 2 * KV heads of all) * head_dim]. shape: of one of the ``ranks``."""
-        decoder, tokens = shape.decoder, qkv.shape[1]
+    def attention(self, weights: Sublayer, x: Stream, apart: Apart, step: Step, cache: KVCache) -> Tensor:
+        shape, decoder, index, norms = weights.shape, weights.shape.decoder, weights.layer, weights.head_norms
+        qkv = self.products_together(weights, x, apart)
+        ranks, tokens = len(qkv), qkv.shape[2]
+        if ranks > 1:  # the queries of all, then their keys, then their values
+            sizes = [count * shape.head_dim for count in (shape.own_heads, shape.own_kv_heads, shape.own_kv_heads)]
+            qkv = torch.cat([abreast(projected) for projected in qkv.split(sizes, -1)], -1)[None]
+        if ranks > 1 and norms is not None:
+            of_kind = norms.split((shape.own_heads, shape.own_kv_heads))
+            norms = torch.cat([weight.repeat(ranks, 1) for weight in of_kind])
+        cache = cache.kv_heads(0, ranks * shape.own_kv_heads)
         query = triton_kernels.rotate_and_store(
-            qkv,
+            qkv[0],
             step.rope_factors if decoder.rope[index] else None,
-            None if norms is None else norms.weight_of(ranks),
-            0.0 if norms is None else norms.eps,
+            norms,
+            shape.eps,
             cache.keys[index],
             cache.values[index],
             step.columns,

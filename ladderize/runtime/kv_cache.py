@@ -5,7 +5,6 @@ On a CPU it is float32: attention over bfloat16 keys takes 2 to 7 times as long 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ class KVCache:
 
     keys: Tensor
     values: Tensor
-    is_static: ClassVar[bool] = True  # all lie in this memory, to be read and written by address
 
     @classmethod
     def allocate(
@@ -72,6 +70,8 @@ class KVCache:
         return KVCache(self.keys[:, begin:end], self.values[:, begin:end])
 
     def kv_heads(self, begin: int, end: int) -> "KVCache":
+        if end - begin == self.keys.shape[2]:
+            return self
         return KVCache(self.keys[:, :, begin:end], self.values[:, :, begin:end])
 
     def for_parts(self) -> "KVCache":
@@ -81,8 +81,6 @@ class KVCache:
 
 class NoCache(KVCache):
     """A cache that keeps nothing, for texts that are read in one pass."""
-
-    is_static = False
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         nothing = torch.empty(0, 0, 0, 0, 0, dtype=dtype, device=device)

@@ -4,11 +4,13 @@ Row-parallel layers (o, down) return a *partial sum*, which the caller reduces: 
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ladderize.runtime.shards import Shape
 
 
 class Linear:
@@ -51,7 +53,8 @@ class JoinedLinears(list[Linear]):
 class RMSNorm:
     """The norm x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 inside and rounded once. On a CPU
     it is layer_norm of [x, -x], whose mean is 0 and whose variance is the mean of x^2. That takes three kernels, where
-    torch's rms_norm takes nine."""
+    torch's rms_norm takes nine. In training in 16 bits the weight is float32, and so is x: torch's kernels for 16 bits
+    sum the weight's gradient over the tokens with an error of some percent."""
 
     __slots__ = ("doubled", "eps", "weight")
 
@@ -60,6 +63,8 @@ class RMSNorm:
         self.doubled = torch.cat((weight, weight)) if weight.device.type == "cpu" else None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.weight.dtype != x.dtype:
+            return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
         if self.doubled is None:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.layer_norm(torch.cat((x, -x), -1), self.doubled.shape, self.doubled, None, self.eps)[
@@ -67,71 +72,40 @@ class RMSNorm:
         ]
 
 
-class WideRMSNorm(RMSNorm):
-    """RMSNorm for training in 16 bits, with a weight in float32: torch's kernels for 16 bits sum the weight's gradient
-    over the tokens with an error of some percent."""
-
-    __slots__ = ()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
-
-
-class HeadNorms:
-    """RMSNorm of each query and each key head before rope, in float32: x [..., own heads + own KV heads, head_dim]. The
-    weights ``query`` and ``key`` [head_dim] are in the order of the heads' rows (``loader.pair_rope_rows``)."""
-
-    __slots__ = ("eps", "heads", "key", "query", "weight")
-
-    def __init__(self, query: Tensor, key: Tensor, heads: int, kv_heads: int, eps: float) -> None:
-        self.query, self.key, self.heads = query, key, heads
-        self.weight = torch.cat((query.float().expand(heads, -1), key.float().expand(kv_heads, -1)))
-        self.eps = eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        size = x.shape[-1]
-        if x.device.type != "cpu":
-            return F.rms_norm(x, (size,), None, self.eps) * self.weight
-        return F.layer_norm(torch.cat((x, -x), -1), (2 * size,), eps=self.eps)[..., :size] * self.weight  # as RMSNorm
-
-    def weight_of(self, ranks: int) -> Tensor:
-        """Return the weight of as many virtual ranks: of the queries of all, then of the keys of all."""
-        if ranks == 1:
-            return self.weight
-        query, key = self.weight.split((self.heads, self.weight.shape[0] - self.heads))
-        return torch.cat((query.repeat(ranks, 1), key.repeat(ranks, 1)))
-
-
 @functools.cache
 def _packable() -> tuple[torch.dtype, ...]:
     """Return the dtypes that oneDNN multiplies natively here; emulated, packed products are slower than plain ones."""
-    mkldnn = torch.ops.mkldnn
-    names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
-    if not torch.backends.mkldnn.is_available() or not all(hasattr(mkldnn, name) for name in names):
+    if not torch.backends.mkldnn.is_available():
         return ()
-    return (torch.float32, torch.bfloat16) if mkldnn._is_mkldnn_bf16_supported() else (torch.float32,)
+    is_native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (torch.float32, torch.bfloat16) if is_native else (torch.float32,)
 
 
 @dataclass
-class AttentionWeights:
-    """One rank's part of a layer's attention; projections have an entry for each virtual rank computed apart. The bias
-    is o_proj's; ``head_norms`` are for the heads of one entry of ``qkv``."""
+class Sublayer:
+    """One rank's part of an attention or an MLP; projections have an entry for each virtual rank computed apart.
 
+    column_parallel: of q, k and v, or of gate and up, side by side.
+    row_parallel, bias: o_proj's or down_proj's.
+    shape: of one of the virtual ranks of ``column_parallel``.
+    q_norm, k_norm: [head_dim], in the order of the heads' rows (``loader.pair_rope_rows``).
+    head_norms: both for each head of that rank, float32 [heads + KV heads, head_dim].
+    """
+
+    layer: int
+    shape: Shape
     norm: RMSNorm
-    qkv: list[Linear]
-    o: list[Linear]
+    column_parallel: list[Linear]
+    row_parallel: list[Linear]
     bias: Tensor | None
-    head_norms: HeadNorms | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    head_norms: Tensor | None = field(default=None, init=False)
 
-
-@dataclass
-class MlpWeights:
-    """One rank's part of a layer's MLP, like ``AttentionWeights``; the bias is down_proj's."""
-
-    norm: RMSNorm
-    gate_up: list[Linear]
-    down: list[Linear]
-    bias: Tensor | None
+    def __post_init__(self) -> None:
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = (self.q_norm, self.shape.own_heads), (self.k_norm, self.shape.own_kv_heads)
+            self.head_norms = torch.cat([weight.float().expand(count, -1) for weight, count in norms])
 
 
 @dataclass
@@ -139,18 +113,15 @@ class Weights:
     """One rank's part of a Llama; embedding and head are [own_vocab, hidden]."""
 
     embed: Tensor
-    layers: list[tuple[AttentionWeights, MlpWeights]]
+    sublayers: list[Sublayer]  # attention and MLP in turn
     norm: RMSNorm
     head: Linear
 
     def rows(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.embed)
 
-    def attention(self, layer: int) -> AttentionWeights:
-        return self.layers[layer][0]
-
-    def mlp(self, layer: int) -> MlpWeights:
-        return self.layers[layer][1]
+    def take_sublayer(self, number: int) -> Sublayer:
+        return self.sublayers[number]
 
     def take_head(self) -> Linear:
         return self.head

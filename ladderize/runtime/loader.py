@@ -10,7 +10,7 @@ from torch import Tensor
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import read_tensor
 from ladderize.layout import Layout
-from ladderize.runtime.layers import AttentionWeights, HeadNorms, JoinedLinears, Linear, MlpWeights, RMSNorm, Weights
+from ladderize.runtime.layers import JoinedLinears, Linear, RMSNorm, Sublayer, Weights
 from ladderize.runtime.shards import Shape, Slice, VirtualRanks, rank_shape, virtual_ranks
 
 Read = Callable[[Slice], Tensor]
@@ -59,19 +59,18 @@ def load_weights(
         return read_slice(Slice(name, dim, start, stop))
 
     embed = read_slice(shape.vocab_slice("model.embed_tokens.weight"))
-    layers = []
+    sublayers: list[Sublayer] = []
     for index in range(shape.layers):
-        virtual = virtual_ranks(layout, index, shape.tp_size)
-        layers.append(_layer(read, f"model.layers.{index}.", shape, virtual, pack))
+        sublayers += _layer(read, index, shape, virtual_ranks(layout, index, shape.tp_size), pack)
         advance(1)
     head = embed if shape.tied else read_slice(shape.vocab_slice("lm_head.weight"))
-    return Weights(embed, layers, RMSNorm(read("model.norm.weight"), shape.eps), Linear(head, pack=pack))
+    return Weights(embed, sublayers, RMSNorm(read("model.norm.weight"), shape.eps), Linear(head, pack=pack))
 
 
 def _layer(
-    read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: VirtualRanks, pack: bool
-) -> tuple[AttentionWeights, MlpWeights]:
-    decoder, dim = shape.decoder, shape.head_dim
+    read: Callable[..., Tensor], index: int, shape: Shape, virtual: VirtualRanks, pack: bool
+) -> tuple[Sublayer, Sublayer]:
+    prefix, decoder, dim = f"model.layers.{index}.", shape.decoder, shape.head_dim
 
     def rows(name: str, bounds: tuple[int, int], biased: bool, *, paired: bool = False) -> list[Tensor]:
         """Return rows of a projection's weight, and of its bias if it has one."""
@@ -89,35 +88,33 @@ def _layer(
         made = [make(rank_shape(shape, count, k)) for k in range(count)]
         return JoinedLinears(made) if pack and count > 1 and made[0].weight.device.type != "cpu" else made
 
-    head_norms = None
-    if decoder.head_norms:
-        query, key = (pair_rope_rows(read(f"{prefix}self_attn.{name}_norm.weight"), dim) for name in ("q", "k"))
-        first = rank_shape(shape, virtual.qkv)
-        head_norms = HeadNorms(query, key, first.own_heads, first.own_kv_heads, shape.eps)
-    attention = AttentionWeights(
-        norm=RMSNorm(read(f"{prefix}input_layernorm.weight"), shape.eps),
-        qkv=of_ranks(
-            virtual.qkv,
-            lambda rank: fused(
-                rows("self_attn.q_proj", rank.query_rows(), decoder.qkv_bias, paired=True),
-                rows("self_attn.k_proj", rank.kv_rows(), decoder.qkv_bias, paired=True),
-                rows("self_attn.v_proj", rank.kv_rows(), decoder.qkv_bias),
-            ),
-        ),
-        o=of_ranks(virtual.o, lambda rank: sent("self_attn.o_proj", rank.query_rows())),
-        bias=read(f"{prefix}self_attn.o_proj.bias") if decoder.o_bias else None,
-        head_norms=head_norms,
+    def qkv(rank: Shape) -> Linear:
+        return fused(
+            rows("self_attn.q_proj", rank.query_rows(), decoder.qkv_bias, paired=True),
+            rows("self_attn.k_proj", rank.kv_rows(), decoder.qkv_bias, paired=True),
+            rows("self_attn.v_proj", rank.kv_rows(), decoder.qkv_bias),
+        )
+
+    def gate_up(rank: Shape) -> Linear:
+        return fused(*(rows(f"mlp.{name}_proj", rank.inner_rows(), decoder.mlp_bias) for name in ("gate", "up")))
+
+    names = ("q", "k") if decoder.head_norms else ()
+    attention = Sublayer(
+        index,
+        rank_shape(shape, virtual.qkv),
+        RMSNorm(read(f"{prefix}input_layernorm.weight"), shape.eps),
+        of_ranks(virtual.qkv, qkv),
+        of_ranks(virtual.o, lambda rank: sent("self_attn.o_proj", rank.query_rows())),
+        read(f"{prefix}self_attn.o_proj.bias") if decoder.o_bias else None,
+        *(pair_rope_rows(read(f"{prefix}self_attn.{name}_norm.weight"), dim) for name in names),
     )
-    mlp = MlpWeights(
-        norm=RMSNorm(read(f"{prefix}post_attention_layernorm.weight"), shape.eps),
-        gate_up=of_ranks(
-            virtual.gate_up,
-            lambda rank: fused(
-                *(rows(f"mlp.{name}_proj", rank.inner_rows(), decoder.mlp_bias) for name in ("gate", "up"))
-            ),
-        ),
-        down=of_ranks(virtual.down, lambda rank: sent("mlp.down_proj", rank.inner_rows())),
-        bias=read(f"{prefix}mlp.down_proj.bias") if decoder.mlp_bias else None,
+    mlp = Sublayer(
+        index,
+        rank_shape(shape, virtual.gate_up),
+        RMSNorm(read(f"{prefix}post_attention_layernorm.weight"), shape.eps),
+        of_ranks(virtual.gate_up, gate_up),
+        of_ranks(virtual.down, lambda rank: sent("mlp.down_proj", rank.inner_rows())),
+        read(f"{prefix}mlp.down_proj.bias") if decoder.mlp_bias else None,
     )
     return attention, mlp
 

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from ladderize.layout import APART, DROPPED, HIDING, Layout
-from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient, Stream, whole
+from ladderize.runtime.collectives.base import Collectives, Split
+from ladderize.runtime.collectives.differentiable import PendingSum, Stream, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, run_walks
-from ladderize.runtime.shards import Shape, cached_heads, group_size, hosted_ranks, rank_shape
-from ladderize.runtime.step import Step, join_parts, split_parts, with_additive_masks
+from ladderize.runtime.shards import Shape, group_size
+from ladderize.runtime.step import Step, join_parts, split_parts
 
 OneOrNone = TypeVar("OneOrNone", Tensor, Tensor | None)
+ALONE = Collectives()  # of one process
 
 
 class TPLlama:
@@ -34,9 +35,6 @@ class TPLlama:
         self.modes = layout.modes
         self.head = weights.take_head()
         self.windows = sorted({window for window in shape.decoder.windows if window is not None})
-        virtual = hosted_ranks(layout.sync_tp_size, shape.tp_size)
-        self.rank_shapes = [rank_shape(shape, virtual, number) for number in range(virtual)]
-        self.more_cached = cached_heads(shape, layout) > shape.own_kv_heads
         self.group_size = group_size(layout.sync_tp_size, shape.tp_size)
         self.carries = shape.rank % self.group_size == 0  # a carry that the group has summed counts once
         if self.group_size > 1:
@@ -47,9 +45,7 @@ class TPLlama:
         normed end of the residual stream, times ``logits_scale``."""
         if self.windows:
             step = step.with_windows(self.windows, ids.shape[1])
-        chunks = split_parts(ids, step, cache, schedule)
-        kind = cache.keys.dtype
-        walks = [self.walk(chunk.ids, with_additive_masks(chunk.step, kind), chunk.cache) for chunk in chunks]
+        walks = [self.walk(*chunk) for chunk in split_parts(ids, step, cache, schedule)]
         return join_parts(run_walks(walks), ids.shape[0])
 
     def walk(self, ids: Tensor, step: Step, cache: KVCache) -> Generator[None, None, Tensor]:
@@ -75,11 +71,13 @@ class TPLlama:
                 sent = None
             apart, bias = None, self.scaled(weights.bias)
             if mode in APART:
-                apart = self.sum_in_group(partials)
+                apart = [*map(self.groups.within.all_reduce, partials)]
                 residual, x = self.add_bias(residual, x, bias)
                 if mode == DROPPED:
                     continue
-                sent = self.send_apart(residual, apart)
+                # the partials are read meanwhile: the message is new memory
+                message = apart[0].clone() if len(apart) == 1 else sum_of(apart)
+                sent = PendingSum(self.groups.across, residual, None, message)
             else:
                 sent = PendingSum(self.collectives, residual, bias, partials.pop())
             taken = self.upcoming(number + 1)
@@ -91,7 +89,7 @@ class TPLlama:
 
     def arrived(self, sent: PendingSum) -> tuple[Stream, Stream]:
         """Wait for a sum; return the stream with it, and the same as x."""
-        return sent.wait_unadded() if self.operations.adds_in_norm else sent.wait()
+        return sent.wait(unadded=self.operations.adds_in_norm)
 
     def end(self, x: Stream) -> Tensor:
         scale = self.shape.decoder.logits_scale
@@ -106,14 +104,11 @@ class TPLlama:
     def upcoming(self, number: int) -> list[Any]:
         """Return the weights of the sub-modules from ``number`` on up to the next sum; behind the last take the
         head's."""
-        index, is_mlp = divmod(number, 2)
         if number == len(self.modes):
             self.head = self.weights.take_head()  # like a sub-module's: before the last sum is waited for
             return []
-        if is_mlp:
-            return [self.weights.mlp(index)]
-        attention = self.weights.attention(index)
-        return [attention, self.weights.mlp(index)] if self.modes[number] == DROPPED else [attention]
+        last = number + 1 if self.modes[number] == DROPPED else number
+        return [self.weights.take_sublayer(taken) for taken in range(number, last + 1)]
 
     def add_bias(self, residual: Stream, x: Stream, bias: Tensor | None) -> tuple[Stream, Stream]:
         """Return the stream and x with the bias of a dropped sum. All ranks add it to the stream alike, so its gradient
@@ -122,23 +117,15 @@ class TPLlama:
             return residual, x
         if residual is x:
             return (whole(residual) + bias,) * 2
-        return whole(residual) + ShareOfGradient.apply(bias, 1 / self.collectives.ranks), whole(x) + bias
+        shared, share = bias.view_as(bias), 1 / self.collectives.ranks
+        if shared.requires_grad:
+            shared.register_hook(lambda gradient: gradient * share)
+        return whole(residual) + shared, whole(x) + bias
 
-    def sum_in_group(self, partials: list[Tensor]) -> list[Tensor]:
-        """Return the partials of this process's virtual ranks; where it is one of several that are one virtual rank,
-        their sum."""
-        if self.group_size == 1:
-            return partials
-        within = self.collectives.split(self.group_size).within
-        return [within.all_reduce(partial) for partial in partials]
-
-    def send_apart(self, residual: Stream, partials: list[Tensor]) -> PendingSum:
-        """Send the sum of a delayed sub-module, of whose bias the stream knows already. ``partials``: of this process's
-        virtual ranks, which read them meanwhile: the message is new memory."""
-        total = partials[0].clone() if len(partials) == 1 else sum_of(partials)
-        size = self.group_size
-        collectives = self.collectives if size == 1 else self.collectives.split(size).across
-        return PendingSum(collectives, residual, None, total)
+    @property
+    def groups(self) -> Split:
+        """The collectives of the processes that are one virtual rank, and those that sum over virtual ranks."""
+        return Split(ALONE, self.collectives) if self.group_size == 1 else self.collectives.split(self.group_size)
 
     def partials(
         self, number: int, weights: Any, x: Stream, apart: list[Tensor] | None, step: Step, cache: KVCache
@@ -150,23 +137,13 @@ class TPLlama:
 
         apart: what virtual rank k of this process reads beside x; None: nothing.
         """
-        operations, (index, is_mlp) = self.operations, divmod(number, 2)
-        carry = None
-        if is_mlp:
-            inner, linears = operations.mlp(weights, x, apart), weights.down
-            if self.modes[number - 1] == DROPPED and self.carries:
-                carry = apart
-        else:
-            linears = weights.o
-            if apart is None:
-                views = cache.kv_heads(0, self.shape.own_kv_heads) if self.more_cached else cache
-                inner = operations.attention(weights, x, step, views, index, self.shape, 0)
-            else:
-                inner = operations.attention_apart(weights, x, apart, step, cache, index, self.rank_shapes)
+        operations, is_mlp = self.operations, number % 2
+        inner = operations.mlp(weights, x, apart) if is_mlp else operations.attention(weights, x, apart, step, cache)
+        carry = apart if is_mlp and self.modes[number - 1] == DROPPED and self.carries else None
         if self.modes[number] in APART:
-            products = [*map(self.scaled, operations.products_apart(linears, inner))]
+            products = [*map(self.scaled, operations.products_apart(weights.row_parallel, inner))]
             return products if carry is None else [*map(torch.add, products, carry)]
-        product = self.scaled(linears[0](inner))
+        product = self.scaled(weights.row_parallel[0](inner))
         return [product if carry is None else product + sum_of(carry)]
 
     def embed(self, ids: Tensor) -> PendingSum:
@@ -174,13 +151,13 @@ class TPLlama:
         of the vocabulary."""
         scale = self.shape.decoder.embedding_scale
         if self.shape.replicate_vocab:
-            rows = self.weights.rows(ids)
-            return PendingSum(Collectives(), None, None, rows if scale == 1 else rows * scale)
-        rows_here = ids - self.shape.vocab_start
-        inside = (rows_here >= 0) & (rows_here < self.shape.own_vocab)
-        rows = self.weights.rows(rows_here.clamp(0, self.shape.own_vocab - 1))
-        rows = rows if scale == 1 else rows * scale
-        return PendingSum(self.collectives, None, None, rows * inside.unsqueeze(-1))
+            rows, collectives = self.weights.rows(ids), ALONE
+        else:
+            rows_here = ids - self.shape.vocab_start
+            inside = (rows_here >= 0) & (rows_here < self.shape.own_vocab)
+            rows = self.weights.rows(rows_here.clamp(0, self.shape.own_vocab - 1)) * inside.unsqueeze(-1)
+            collectives = self.collectives
+        return PendingSum(collectives, None, None, rows if scale == 1 else rows * scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab] of hidden states [..., hidden], equal on all ranks."""

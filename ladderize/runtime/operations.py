@@ -8,9 +8,10 @@ from torch import Tensor
 
 from ladderize.runtime.collectives.differentiable import Stream, whole
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.layers import AttentionWeights, Linear, MlpWeights, RMSNorm
-from ladderize.runtime.shards import Shape
+from ladderize.runtime.layers import Linear, RMSNorm, Sublayer
 from ladderize.runtime.step import Step
+
+Apart = list[Tensor] | None
 
 
 class Operations:
@@ -25,70 +26,65 @@ class Operations:
     def norm(self, norm: RMSNorm, x: Stream) -> Tensor:
         return norm(whole(x))
 
-    def attention(
-        self,
-        weights: AttentionWeights,
-        x: Stream,
-        step: Step,
-        cache: KVCache,
-        index: int,
-        shape: Shape,
-        virtual: int = 0,
-    ) -> Tensor:
-        """Return o_proj's input in layer ``index``, [batch, tokens, own heads * head_dim]; keys and values are cached.
+    def attention(self, weights: Sublayer, x: Stream, apart: Apart, step: Step, cache: KVCache) -> Tensor:
+        """Return o_proj's input, [batch, tokens, own heads * head_dim], of the virtual ranks side by side; keys and
+        values are cached. x: the residual stream [batch, tokens, hidden]. apart: what each virtual rank reads beside x;
+        None: all read x alike."""
+        kv_heads, outputs = weights.shape.own_kv_heads, []
+        for rank, qkv in enumerate(self.products(weights, x, apart)):
+            kept = cache.kv_heads(rank * kv_heads, (rank + 1) * kv_heads)
+            outputs.append(self.attend_projected(weights, qkv, step, kept))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
-        x: the residual stream [batch, tokens, hidden].
-        shape, virtual: of the virtual rank that is computed, and its number among ``weights.qkv``.
-        """
-        x, decoder, heads, kv_heads = whole(x), shape.decoder, shape.own_heads, shape.own_kv_heads
-        fused = weights.qkv[virtual](weights.norm(x)).float().unflatten(-1, (-1, shape.head_dim))
-        query_key, value = fused.split((heads + kv_heads, kv_heads), 2)
+    def products(self, weights: Sublayer, x: Stream, apart: Apart) -> list[Tensor]:
+        """Return what each virtual rank's first projection makes of the normed stream that it reads."""
+        x = whole(x)
+        inputs = [x] if apart is None else [x + partial for partial in apart]
+        return [
+            linear(self.norm(weights.norm, read))
+            for linear, read in zip(weights.column_parallel, inputs, strict=apart is not None)
+        ]
+
+    def attend_projected(self, weights: Sublayer, qkv: Tensor, step: Step, cache: KVCache) -> Tensor:
+        """Return the attention of one virtual rank for qkv [batch, tokens, (heads + 2 * KV heads) * head_dim]."""
+        shape, dtype = weights.shape, qkv.dtype
+        decoder, heads, kv_heads = shape.decoder, shape.own_heads, shape.own_kv_heads
+        query_key, value = qkv.float().unflatten(-1, (-1, shape.head_dim)).split((heads + kv_heads, kv_heads), 2)
         if weights.head_norms is not None:
-            query_key = weights.head_norms(query_key)
-        if decoder.rope[index]:
+            query_key = norm_heads(query_key, weights.head_norms, shape.eps)
+        if decoder.rope[weights.layer]:
             query_key = rotate(query_key, step.rope_factors)
         query, key = query_key.split((heads, kv_heads), 2)
         query, key, value = (projected.transpose(1, 2) for projected in (query, key, value))
-        cache.write(index, step.columns, key, value)
+        cache.write(weights.layer, step.columns, key, value)
         if step.length:
-            key, value = cache.read(index, step.length)
+            key, value = cache.read(weights.layer, step.length)
         else:
-            key, value = key.to(x.dtype), value.to(x.dtype)
-        seen = step.seen(decoder.windows[index])
-        return attend(query.to(key.dtype), key, value, *seen, scale=decoder.attention_scale).to(x.dtype)
-
-    def attention_apart(
-        self,
-        weights: AttentionWeights,
-        x: Stream,
-        apart: Sequence[Tensor],
-        step: Step,
-        cache: KVCache,
-        index: int,
-        shapes: Sequence[Shape],
-    ) -> Tensor:
-        """Return ``attention`` of the virtual ranks side by side. Rank k, of shape shapes[k], reads x + apart[k]."""
-        outputs = []
-        for number, (shape, partial) in enumerate(zip(shapes, apart, strict=True)):
-            first, count = number * shape.own_kv_heads, shape.own_kv_heads
-            kept = cache if len(apart) == 1 else cache.kv_heads(first, first + count)
-            outputs.append(self.attention(weights, whole(x) + partial, step, kept, index, shape, number))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+            key, value = key.to(dtype), value.to(dtype)
+        seen = step.seen(decoder.windows[weights.layer])
+        return attend(query.to(key.dtype), key, value, *seen, scale=decoder.attention_scale).to(dtype)
 
     def products_apart(self, linears: list[Linear], x: Tensor) -> Sequence[Tensor]:
         """Return the product of each virtual rank with its own part of x [..., the ranks' inputs side by side]."""
         return [linear(inputs) for linear, inputs in zip(linears, x.chunk(len(linears), -1), strict=True)]
 
-    @staticmethod
-    def mlp(weights: MlpWeights, x: Stream, apart: list[Tensor] | None) -> Tensor:
-        """Return down_proj's input, [batch, tokens, own inner], of the virtual ranks side by side, as they read."""
-        x = whole(x)
-        if apart is None:
-            return gated(weights.gate_up[0](weights.norm(x)))
-        inner = [
-            gated(gate_up(weights.norm(x + partial))) for gate_up, partial in zip(weights.gate_up, apart, strict=True)
-        ]
+    def mlp(self, weights: Sublayer, x: Stream, apart: Apart) -> Tensor:
+        """Return down_proj's input, [batch, tokens, own inner], of the virtual ranks side by side, as ``attention``."""
+        inner = [*map(self.gated, self.products(weights, x, apart))]
         return inner[0] if len(inner) == 1 else torch.cat(inner, -1)
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up, [..., inner], of both side by side, [..., 2 * inner]."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMSNorm of each head, float32 [..., heads, head_dim]; ``weight``: [heads, head_dim]."""
+    size = x.shape[-1]
+    if x.device.type != "cpu":
+        return F.rms_norm(x, (size,), None, eps) * weight
+    return F.layer_norm(torch.cat((x, -x), -1), (2 * size,), eps=eps)[..., :size] * weight  # as in RMSNorm
 
 
 def rotate(x: Tensor, rope_factors: Tensor) -> Tensor:
@@ -114,8 +110,3 @@ def attend(
         query, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=keys.shape[1] != heads
     )
     return output.transpose(1, 2).reshape(batch, tokens, -1)
-
-
-def gated(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up

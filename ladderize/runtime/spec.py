@@ -116,18 +116,23 @@ def eos_ids(spec: ModelSpec) -> tuple[int, ...]:
 class WeightCache:
     """Weights of one rank, loaded once for all models that share them."""
 
-    def __init__(self, device: torch.device, *, pack: bool, replicate_vocab: bool = False) -> None:
-        self.device, self.pack, self.replicate_vocab = device, pack, replicate_vocab
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        pack: bool,
+        replicate_vocab: bool = False,
+        advance: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        self.device, self.pack, self.replicate_vocab, self.advance = device, pack, replicate_vocab, advance
         self.loaded: dict[Any, Weights] = {}
 
-    def get(
-        self, spec: ModelSpec, tp_size: int, rank: int, advance: Callable[[int], None] = lambda count: None
-    ) -> tuple[Shape, Weights]:
+    def get(self, spec: ModelSpec, tp_size: int, rank: int) -> tuple[Shape, Weights]:
         shape = Shape.from_config(spec.config, tp_size=tp_size, rank=rank, replicate_vocab=self.replicate_vocab)
         key = spec.weights_key(shape)
         if key not in self.loaded:
             read = spec.reader(spec.torch_dtype, self.device)
-            self.loaded[key] = load_weights(read, shape, spec.layout, pack=self.pack, advance=advance)
+            self.loaded[key] = load_weights(read, shape, spec.layout, pack=self.pack, advance=self.advance)
         return shape, self.loaded[key]
 
 
@@ -157,13 +162,12 @@ def open_generator(
     *,
     model_class: type[TPLlama] = TPLlama,
     caches: Sequence[KVCache] = (),
-    advance: Callable[[int], None] = lambda count: None,
 ) -> Generator:
     """Return one rank of a checked model with a KV cache for ``batch`` rows of ``columns`` tokens. ``caches``: one that
     fits is used again."""
     avoid_cudnn_attention()
     dtype, device = spec.torch_dtype, group.device
-    shape, loaded = weights.get(spec, collectives.ranks, group.rank, advance)
+    shape, loaded = weights.get(spec, collectives.ranks, group.rank)
     model = model_class(shape, spec.layout, loaded, collectives, choose_operations(group, dtype))
     kv_heads, processes = cached_heads(shape, spec.layout), group.local_size
     cache = KVCache.allocate(shape, batch, columns, dtype, device, kv_heads, again=caches, processes=processes)

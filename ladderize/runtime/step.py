@@ -1,8 +1,9 @@
 """The positions of a forward pass's tokens, and the parts that a schedule cuts a pass into."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,19 +48,15 @@ class Step:
         near = {window: distance < window for window in limiting}
         return replace(self, near=near if seen is None else {window: mask & seen for window, mask in near.items()})
 
+    def with_masks(self, change: Callable[[Tensor], Tensor], **changes: Any) -> "Step":
+        """Return this step with each of its masks changed by ``change``, and other fields by ``changes``."""
+        near = {window: change(mask) for window, mask in self.near.items()}
+        return replace(self, mask=None if self.mask is None else change(self.mask), near=near, **changes)
+
     def seen(self, window: int | None) -> tuple[Tensor | None, bool]:
         """Return ``mask`` and ``causal`` of a layer with this window; None: without one."""
         near = None if window is None else self.near.get(window)
         return (self.mask, self.causal) if near is None else (near, False)
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some rows, or some tokens of one row, of a forward pass."""
-
-    ids: Tensor
-    step: Step
-    cache: KVCache
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -68,25 +65,26 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
-def with_additive_masks(step: Step, dtype: torch.dtype) -> Step:
+def _with_additive_masks(step: Step, dtype: torch.dtype) -> Step:
     """Return ``step`` with additive masks, but for inference on a CPU, where our own attention reads bool masks."""
     if step.rope_factors.device.type == "cpu" and not torch.is_grad_enabled():
         return step
-    near = {window: additive(mask, dtype) for window, mask in step.near.items()}
-    return replace(step, mask=None if step.mask is None else additive(step.mask, dtype), near=near)
+    return step.with_masks(lambda mask: additive(mask, dtype))
 
 
-def split_parts(ids: Tensor, step: Step, cache: KVCache, schedule: Schedule) -> list[Part]:
+def split_parts(ids: Tensor, step: Step, cache: KVCache, schedule: Schedule) -> list[tuple[Tensor, Step, KVCache]]:
     """Cut a pass over ids [batch, tokens] as ``schedule`` says: as evenly as it goes, larger parts first. One row is
     cut along its tokens: a later part sees the keys and values of the earlier ones."""
     rows, tokens = ids.shape
     count = schedule.parts(rows, tokens)
     if count == 1:
-        return [Part(ids, step, cache)]
-    if rows > 1:
-        return [Part(ids[a:b], _rows(step, a, b, rows), cache.batch_rows(a, b)) for a, b in _bounds(rows, count)]
-    cache = cache.for_parts()
-    return [Part(ids[:, a:b], _tokens(step, a, b, tokens), cache) for a, b in _bounds(tokens, count)]
+        chunks = [(ids, step, cache)]
+    elif rows > 1:
+        chunks = [(ids[a:b], _rows(step, a, b, rows), cache.batch_rows(a, b)) for a, b in _bounds(rows, count)]
+    else:
+        cache = cache.for_parts()
+        chunks = [(ids[:, a:b], _tokens(step, a, b, tokens), cache) for a, b in _bounds(tokens, count)]
+    return [(ids, _with_additive_masks(step, cache.keys.dtype), cache) for ids, step, cache in chunks]
 
 
 def join_parts(results: list[Tensor], rows: int) -> Tensor:
@@ -106,21 +104,18 @@ def _rows(step: Step, begin: int, end: int, rows: int) -> Step:
     def cut(tensor: Tensor) -> Tensor:
         return tensor[begin:end] if tensor.shape[0] == rows else tensor
 
-    mask = None if step.mask is None else cut(step.mask)
-    near = {window: cut(mask) for window, mask in step.near.items()}
-    return replace(step, rope_factors=cut(step.rope_factors), mask=mask, near=near)
+    return step.with_masks(cut, rope_factors=cut(step.rope_factors))
 
 
 def _tokens(step: Step, begin: int, end: int, tokens: int) -> Step:
     before = max(0, step.length - tokens)  # columns of the cache that are older than this pass
     length = before + end
     columns = step.columns + begin if isinstance(step.columns, int) else step.columns[begin:end]
-    mask, causal = step.mask, step.causal
-    if mask is not None:
-        mask = mask[:, :, begin:end, :length]
-    elif causal and before + begin:
-        seen = torch.arange(length, device=step.rope_factors.device)
-        mask, causal = (seen <= seen[before + begin :, None])[None, None], False
     factors = step.rope_factors[:, begin:end]
-    near = {window: of_window[:, :, begin:end, :length] for window, of_window in step.near.items()}
-    return Step(factors, columns, length, mask, causal, near=near)
+    later = step.with_masks(
+        lambda mask: mask[:, :, begin:end, :length], rope_factors=factors, columns=columns, length=length
+    )
+    if step.mask is not None or not step.causal or before + begin == 0:
+        return later
+    seen = torch.arange(length, device=step.rope_factors.device)
+    return replace(later, mask=(seen <= seen[before + begin :, None])[None, None], causal=False)

@@ -9,7 +9,7 @@ from ladderize.choices import errors_begin_with
 from ladderize.layout import Layout
 from ladderize.ranks.device import default_device
 from ladderize.report.models import pareto_front
-from ladderize.runtime.bench.plan import plan_bench
+from ladderize.runtime.bench.inference import plan_bench
 from ladderize.sweep.builder import StageBuilder
 from ladderize.sweep.stages import Stage
 from ladderize.sweep.sweep_file import AdaptEntry, AdaptWay, BenchEntry, SweepSpec, fit_layouts

@@ -5,7 +5,6 @@ import vLLM.
 """
 
 import atexit
-import functools
 import hashlib
 import itertools
 import json
@@ -13,6 +12,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +22,12 @@ from ladderize.errors import UserError
 from ladderize.families.registry import known_family
 from ladderize.files.output import temporary_folder
 from ladderize.layout import CONFIG_KEYS
-from ladderize.ranks.device import default_device
 from ladderize.ranks.environment import GLOO_INTERFACE
 from ladderize.ranks.group import Ranks, host_id
 from ladderize.runtime.bench.document import BenchDocument, environment
-from ladderize.runtime.bench.inference import random_prompts
+from ladderize.runtime.bench.inference import check_dense, chosen_models, random_prompts, run_and_show
 from ladderize.runtime.bench.options import BenchOptions
-from ladderize.runtime.bench.plan import check_dense, chosen_models
-from ladderize.runtime.bench.report import run_and_show
-from ladderize.runtime.bench.rounds import Variant, measure
+from ladderize.runtime.bench.rounds import Benchmark, Variant, measure
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.shm import remove_segments
 from ladderize.runtime.shards import Shape, cache_bytes, check_runnable
@@ -43,7 +40,6 @@ from ladderize.vllm.environment import (
     ends_of,
     installed_version,
     is_newer,
-    newer_problem,
     not_known,
     stock,
 )
@@ -66,15 +62,6 @@ class Served:
     architecture: str
 
 
-@dataclass(frozen=True)
-class VllmPlan:
-    """The rows to time, the options, and the process that started the ranks."""
-
-    served: list[Served]
-    options: BenchOptions
-    starter: int
-
-
 def bench_vllm(options: BenchOptions, *, console: Console = SILENT) -> BenchDocument:
     """Time the models in vLLM against each other, and return the result; a console that speaks shows it. A dense model
     runs in vLLM's own class, unless messages are emulated; others in ladderize's. Raises UsageError or UserError for
@@ -83,136 +70,123 @@ def bench_vllm(options: BenchOptions, *, console: Console = SILENT) -> BenchDocu
     if is_newer():
         console.warn(f"{not_known()}: it was not tried")
     try:
-        emulated = MessageBackend.from_environment(os.environ).link is not None
+        emulated = MessageBackend.from_environment().link is not None
     except ValueError as error:
         raise UserError(str(error)) from None
     options = replace(options, engine="vllm")
-    specs = chosen_models(options, default_device())
+    specs = chosen_models(options)
     for spec in specs:
         check_runnable(spec.config, spec.layout, options.tp_size)
         if spec.config["vocab_size"] != specs[0].config["vocab_size"]:
             raise UserError(f"{spec.name} has another vocabulary than {specs[0].name}; compare them apart")
     with temporary_folder("vllm") as work:
-        plan = VllmPlan(served_models(specs, options, work, emulated=emulated), options, os.getpid())
+        served = served_models(specs, options, work, emulated=emulated)
         try:
-            return run_and_show(measure_vllm, plan, console)
+            return run_and_show(options, console, partial(measure_vllm, os.getpid()), served)
         finally:  # also where a launcher started the ranks: vLLM's, by the names that ``name_segments`` gives
             remove_segments(os.getpid())
 
 
 def served_models(specs: list[ModelSpec], options: BenchOptions, work: Path, *, emulated: bool = False) -> list[Served]:
     """Make a folder for each row under ``work``, and return the rows. Checkpoints' files are linked; only configs are
-    written.
-
-    emulated: a delay stands for each all-reduce. vLLM's own class has none, so dense models run in the plugin's, too.
-    Raises UserError for the baseline of a model that is not dense.
-    """
-    rows = []
-    for number, spec in enumerate(specs):
-        is_plugin = emulated or not spec.layout.is_dense
-        rows.append(_served(spec.name, spec, work / str(number), plugin=is_plugin))
+    written. ``emulated``: a delay stands for each all-reduce. vLLM's own class has none, so dense models run in the
+    plugin's, too."""
+    rows = [(spec.name, spec, emulated or not spec.layout.is_dense) for spec in specs]
     if "plugin" in options.baselines:
         check_dense("plugin", specs[0])
-        rows.insert(1, _served("plugin's dense", specs[0], work / "plugin", plugin=True))
-    return rows
-
-
-def _served(name: str, spec: ModelSpec, folder: Path, *, plugin: bool) -> Served:
-    """Return a row for vLLM's own class, or for the plugin's, which runs dense layouts, too."""
-    folder.mkdir()
-    if spec.folder is not None:
-        for path in spec.folder.resolve().iterdir():
+        rows.insert(1, ("plugin's dense", specs[0], True))
+    served = []
+    for number, (name, spec, by_plugin) in enumerate(rows):
+        folder, family = work / str(number), known_family(spec.config)
+        folder.mkdir()
+        for path in spec.folder.resolve().iterdir() if spec.folder is not None else ():
             if path.name != "config.json":
                 (folder / path.name).symlink_to(path)
-    family = known_family(spec.config)
-    model_class = architecture(family) if plugin else stock(family)
-    config = {key: value for key, value in spec.config.items() if key not in {*CONFIG_KEYS, "auto_map"}}
-    config["model_type"] = family.ladderized_type if plugin else family.model_type
-    config["architectures"] = [model_class]
-    config |= spec.layout.to_config() if plugin else {}
-    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    return Served(name, spec, folder, model_class)
+        config = {key: value for key, value in spec.config.items() if key not in {*CONFIG_KEYS, "auto_map"}}
+        config |= {"model_type": family.model_type, "architectures": [stock(family)]}
+        if by_plugin:  # its class runs dense layouts, too
+            config |= {"model_type": family.ladderized_type, "architectures": [architecture(family)]}
+            config |= spec.layout.to_config()
+        (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        served.append(Served(name, spec, folder, config["architectures"][0]))
+    return served
 
 
 # ---- in each rank ----
 
 
-def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> BenchDocument:
-    """Start the engines of all rows and time them. All ranks call it. Raises UserError for what vLLM refuses."""
+def measure_vllm(
+    starter: int, ranks: Ranks, served: list[Served], options: BenchOptions, console: Console
+) -> BenchDocument:
+    """Start the engines of all rows and time them. All ranks call it. Raises UserError for what vLLM refuses. Engines
+    live as long as the process: vLLM ends the group of all when one is deleted."""
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     warnings.simplefilter("ignore")  # of vLLM and its imports
-    if problem := newer_problem():
-        raise UserError(problem)
-    try:
-        return measure_engines(ranks, plan, console)
-    except Exception as error:
-        if refusal := configuration_refusal(error):
-            raise UserError(refusal) from None
-        raise
-
-
-def measure_engines(ranks: Ranks, plan: VllmPlan, console: Console) -> BenchDocument:
-    """Engines live as long as the process: vLLM ends the group of all when one is deleted."""
     from ladderize.vllm.messages import Messages
 
-    options, link = plan.options, MessageBackend.from_environment(os.environ).link
     register_plugin()  # also where ladderize runs from a source tree, whose entry points are not installed
     if ranks.device.type == "cpu":
-        name_segments(ranks, plan.starter)
+        name_segments(ranks, starter)
     engines: list[Any] = []
     atexit.register(engines.clear)
     senders: list[Any] = []
-    for number, served in enumerate(plan.served, start=1):
-        with console.stage(f"starting vLLM, {number} of {len(plan.served)}: {served.name}"):
-            engines.append(start_engine(served, options, ranks, len(plan.served)))
+    for number, row in enumerate(served, start=1):
+        with console.stage(f"starting vLLM, {number} of {len(served)}: {row.name}"):
+            engines.append(start_engine(row, options, ranks, len(served)))
         contexts = engines[-1].llm_engine.vllm_config.compilation_config.static_forward_context
         messages = [layer for layer in contexts.values() if isinstance(layer, Messages)]
         # vLLM's own class has no messages in flight
         senders.append(messages[0] if messages else SimpleNamespace(collectives=Collectives()))
     carriers = {sender.collectives.name for sender in senders if isinstance(sender, Messages)}
     machine = environment(ranks, settings=("VLLM_", "LADDERIZE_"), vllm=installed_version() or "unknown")
+    link = MessageBackend.from_environment().link
     document = BenchDocument(False, options, communicator(), machine, link, engine="vllm")
     document.messages = ", ".join(sorted(carriers)) or None
     numbers = itertools.count()
 
     def open_variants(batch: int) -> list[Variant]:
         variants = []
-        for served, engine, sender in zip(plan.served, engines, senders, strict=True):
-            vocab = int(served.spec.config["vocab_size"])
-            prompts = random_prompts(vocab, batch, options.prompt_len, options.seed)
-            run = functools.partial(serve_batch, served.name, engine.llm_engine, prompts, numbers)
-            variants.append(Variant(served.name, served.spec, sender, run, architecture=served.architecture))
+        for row, engine, sender in zip(served, engines, senders, strict=True):
+            prompts = random_prompts(row.spec.config["vocab_size"], batch, options.prompt_len, options.seed)
+            run = partial(serve_batch, row.name, engine.llm_engine, prompts, numbers)
+            variants.append(Variant(row.name, row.spec, sender, run, architecture=row.architecture))
         return variants
 
-    return measure(document, open_variants, ranks, console)
+    return measure(Benchmark(document, ranks, console), open_variants)
 
 
 def start_engine(served: Served, options: BenchOptions, ranks: Ranks, sharing: int) -> Any:
-    """Start vLLM for one row. All ranks call it. Raises UserError if vLLM takes another class for the model.
-    ``sharing``: the number of engines in this process, which share a GPU's memory."""
+    """Start vLLM's engine for one row. All ranks call it. Raises UserError for what vLLM refuses, and if it takes
+    another class for the model. ``sharing``: the number of engines in this process, which share a GPU's memory."""
     from vllm import LLM
 
     spec, length, batch = served.spec, options.columns, max(options.batch_sizes)
     shape = Shape.from_config(spec.config, tp_size=ranks.size, rank=0)
     cached = KV_BLOCK * (-(-length // KV_BLOCK) + 1)  # tokens of a request to its end, and a spare block
-    engine = LLM(
-        model=str(served.folder),
-        tensor_parallel_size=ranks.size,
-        dtype=spec.dtype,
-        load_format="dummy" if spec.folder is None else "auto",
-        skip_tokenizer_init=True,
-        seed=options.seed,
-        max_model_len=length,
-        max_num_seqs=batch,
-        max_num_batched_tokens=max(batch * options.prompt_len, length),  # one step takes the whole batch's prompts
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        kv_cache_memory_bytes=cache_bytes(shape, spec.layout, batch + 2, cached, spec.torch_dtype.itemsize),
-        gpu_memory_utilization=0.9 / (sharing + 1),
-        distributed_executor_backend="external_launcher" if ranks.size > 1 else "uni",
+    arguments = {
+        "model": str(served.folder),
+        "tensor_parallel_size": ranks.size,
+        "dtype": spec.dtype,
+        "load_format": "dummy" if spec.folder is None else "auto",
+        "skip_tokenizer_init": True,
+        "seed": options.seed,
+        "max_model_len": length,
+        "max_num_seqs": batch,
+        "max_num_batched_tokens": max(batch * options.prompt_len, length),  # one step takes the whole batch's prompts
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "kv_cache_memory_bytes": cache_bytes(shape, spec.layout, batch + 2, cached, spec.torch_dtype.itemsize),
+        "gpu_memory_utilization": 0.9 / (sharing + 1),
+        "distributed_executor_backend": "external_launcher" if ranks.size > 1 else "uni",
         **ends_of(spec.config),
-    )
+    }
+    try:
+        engine = LLM(**arguments)
+    except Exception as error:
+        if refusal := configuration_refusal(error):
+            raise UserError(refusal) from None
+        raise
     # without the plugin, vLLM takes a class for models of transformers
     resolved = engine.llm_engine.vllm_config.model_config.architecture
     if resolved != served.architecture:
@@ -224,10 +198,8 @@ def serve_batch(name: str, engine: Any, prompts: list[list[int]], numbers: Itera
     """Run a batch of requests until each has its first token, and to their ends, as ``Variant.run`` does.
 
     Tokens that vLLM has handed out are computed, and on a GPU it computes the next ones by then: nothing to wait for.
-    Raises UserError if vLLM did not prefill all prompts in one step: the time would not be that of a prefill.
-
-    numbers: gives each request a number of its own.
-    """
+    ``numbers``: of the requests. Raises UserError if vLLM did not prefill all prompts in one step: the time would not
+    be that of a prefill."""
     from vllm import SamplingParams, TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 

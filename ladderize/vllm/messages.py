@@ -11,7 +11,6 @@ place of the sum, as vLLM's do for attention's output."""
 
 import copy
 import functools
-import os
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -51,7 +50,7 @@ class Messages:
         self.name = name
         self.in_flight: deque[Handle] = deque()
         self.forward: object = None  # vLLM's context of the forward pass that sent last
-        backend = MessageBackend.from_environment(os.environ)
+        backend = MessageBackend.from_environment()
         self.emulated = backend.link is not None
         self.collectives, why = _collectives(backend, vllm_config)
         self.alone = self.collectives.ranks == 1
@@ -62,10 +61,7 @@ class Messages:
         if isinstance(vllm_config.additional_config, dict):
             # the graph depends on it (``all_reduce``), so the key of vLLM's compile cache must, too
             vllm_config.additional_config["ladderize_messages"] = self.collectives.name
-        contexts = vllm_config.compilation_config.static_forward_context
-        if name in contexts:
-            raise ValueError(f"two models of one engine are called {name}")
-        contexts[name] = self
+        vllm_config.compilation_config.static_forward_context[name] = self
 
     def prepare(self, partial: Tensor) -> Pending:
         """Return the message of ``partial`` [tokens, hidden], which nobody may change until it has arrived. Call this
@@ -131,7 +127,6 @@ def _start(partial: Tensor, total: Tensor | None, reads: Tensor, messages: str) 
         sender.in_flight.popleft().wait()
     sender.forward = forward
     collectives: Any = sender.collectives
-    collectives.tidy()
     if total is not None:
         sender.in_flight.append(collectives.all_reduce_async(partial, total))
         return

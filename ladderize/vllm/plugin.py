@@ -11,9 +11,9 @@ def register_plugin() -> None:
 
     from ladderize.families.supported import SUPPORTED
     from ladderize.modeling import ladderized_class
-    from ladderize.vllm.environment import architecture, newer_problem, stock, version_problem
+    from ladderize.vllm.environment import architecture, stock, version_problem
 
-    problem = version_problem() or newer_problem()
+    problem = version_problem()
     for family in SUPPORTED:
         config = ladderized_class(family, "Config")
         config_class = config if problem is None else _refusing(config, problem)

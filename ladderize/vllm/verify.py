@@ -1,6 +1,5 @@
 """The refusals of settings that a layout cannot have in vLLM, or was not tested with, before workers exist."""
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -33,14 +32,16 @@ class VerifyLadderized(VerifyAndUpdateConfig):
         from vllm.platforms import current_platform
 
         layout = layout_of(vllm_config)
-        backend = MessageBackend.from_environment(os.environ)
-        problem = problem_with(layout, vllm_config, backend)
+        backend = MessageBackend.from_environment()
+        # messages are in flight while something computes; on CPUs the graph stays whole
+        sends = layout.hides or backend.link is not None
+        graphs = sends and current_platform.is_cuda_alike() and not vllm_config.model_config.enforce_eager
+        problem = problem_with(layout, vllm_config, backend, graphs=graphs)
         if problem is not None:
             raise ValueError(problem)
         if is_newer():
             init_logger("vllm.ladderize").warning_once(f"{not_known()}: it has what they touch, but was not tried")
-        graphs = current_platform.is_cuda_alike() and not vllm_config.model_config.enforce_eager
-        if sends(layout, backend) and graphs:  # on CPUs the graph stays whole
+        if graphs:
             cut_at_messages(vllm_config.compilation_config)
 
 
@@ -95,13 +96,9 @@ def cut_at_messages(compilation: "CompilationConfig") -> None:
     compilation.splitting_ops.extend(name for name in OPERATORS if name not in compilation.splitting_ops)
 
 
-def sends(layout: Layout, backend: MessageBackend) -> bool:
-    """Return True if messages are in flight while something computes."""
-    return layout.hides or backend.link is not None
-
-
-def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBackend) -> str | None:
-    """Return the reason why this layout cannot be served so, in one sentence with advice, or None."""
+def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBackend, *, graphs: bool) -> str | None:
+    """Return the reason why this layout cannot be served so, in one sentence with advice, or None. ``graphs``: CUDA
+    graphs hold messages in flight."""
     from vllm import envs
     from vllm.config import CompilationMode
     from vllm.platforms import current_platform
@@ -109,7 +106,6 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBack
     cuda, model = current_platform.is_cuda_alike(), vllm_config.model_config
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
     adapters, ranks = vllm_config.lora_config, parallel.tensor_parallel_size
-    graphs = cuda and sends(layout, backend) and not model.enforce_eager
     several = any(max(virtual_ranks(layout, layer, ranks)) > 1 for layer in range(layout.num_layers))
     shape = Shape.from_config(_config(vllm_config), tp_size=ranks, rank=0)
     # on GPUs the order of the program rests on the cuts in the graph, which only vLLM's own compilation makes

@@ -228,11 +228,6 @@ def test_bad_rows(chat, row, message):
         encode(chat(PLAIN), row)
 
 
-def test_a_text_without_a_tokenizer():
-    with pytest.raises(UserError, match="^there, row 1 is text, but the model has no tokenizer"):
-        encode(None, {"text": "x"})
-
-
 @pytest.mark.parametrize(
     ("template", "count", "message"),
     [

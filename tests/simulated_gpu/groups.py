@@ -18,7 +18,7 @@ from ladderize.convert.remote_code.configuration_ladderized import LadderizedLla
 from ladderize.convert.remote_code.modeling_ladderized import LadderizedLlamaForCausalLM
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.collectives.base import Collectives, Handle, side_by_side
+from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import EmulatedOnGpu
 from ladderize.runtime.collectives.gpu import Nccl, SymmetricMemory
 from ladderize.runtime.collectives.links import Link
@@ -71,7 +71,7 @@ class Alike(Collectives):
         return Handle(lambda: x * self.ranks)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return side_by_side(x, self.ranks)
+        return torch.cat([x] * self.ranks, -1)
 
 
 class Store:

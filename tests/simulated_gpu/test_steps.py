@@ -1,5 +1,5 @@
-"""How often the host waits for the simulated GPU: once in a step of retraining, to judge it before it is applied, and
-not once more for each batch of an alignment."""
+"""Training on the simulated GPU: gradients are those of the host, which waits once in a step of retraining, to judge it
+before it is applied, and not once more for each batch of an alignment."""
 
 import contextlib
 from types import SimpleNamespace
@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ladderize.adapt.layers import align_layer
 from ladderize.adapt.layers.align import align
 from ladderize.adapt.layers.layer_files import LayerFiles, LayerJob
 from ladderize.adapt.layers.options import AlignOptions
@@ -23,15 +22,18 @@ from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.console import SILENT
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.training import outcome_of, step_opener
 from ladderize.runtime.loader import CheckpointSource
+from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
-from ladderize.runtime.training.batch import ANSWERS, LIKELIEST
+from ladderize.runtime.spec import checkpoint_spec
+from ladderize.runtime.training.batch import ANSWERS, LIKELIEST, Batch
 from ladderize.runtime.training.model import TPTraining
 from ladderize.runtime.training.weights import build_weights
 from tests.adapt_data.rows import packed
 from tests.helpers import SHAPE, fresh_rng, random_ids
 from tests.simulated_gpu.device import DEVICE, SimulatedGpu
-from tests.simulated_gpu.groups import LAYERS, RANKS, Alike, AlikeRanks, collectives, seed
+from tests.simulated_gpu.groups import LAYERS, LAYOUTS, RANKS, Alike, AlikeRanks, collectives, seed
 
 HOST = torch.device("cpu")
 OPTIONS = SimpleNamespace(max_grad_norm=1e-3, seed=3, objective=Objective(0.4))
@@ -83,7 +85,7 @@ def alone(folder, dense, device, gpu):
         model = open_model(checkpoint, Layout.from_config(checkpoint.config), device, torch.float32)
         student = make_student(model, torch.float32, trained=trained_tensors(checkpoint.tensors, range(LAYERS), True))
         taught = make_teacher(open_model(teacher, Layout.dense(LAYERS), device, torch.float32), torch.float32, student)
-        yield HFTraining(accelerator, student, taught)
+        yield HFTraining(accelerator, student, taught, {})
     finally:
         reset_accelerate()
 
@@ -104,7 +106,7 @@ def tensor_parallel(folder, dense, device, gpu):
 
     student, teacher = model(folder, True).train(), model(dense, False).eval()
     ranks = Ranks(0, 1, device), AlikeRanks(0, RANKS, device)
-    yield TensorParallelTraining(AlikeAccelerator(device), student, teacher, made, *ranks)
+    yield TensorParallelTraining(AlikeAccelerator(device), student, teacher, made, *ranks, {})
 
 
 @pytest.mark.parametrize("make", [alone, tensor_parallel])
@@ -122,7 +124,7 @@ def test_the_host_waits_once(folders, monkeypatch, name, make):
         with make(folders.get(name, folders["spd"]), folders["dense"], device, gpu) as model:
             if name == "answers":
                 model.teacher = None
-            loop, batches = Loop(model, rows, [], PACE, None, SILENT, {}), micro_batches(rows, PACE, model, 0)
+            loop, batches = Loop(model, rows, [], PACE, None, SILENT), micro_batches(rows, PACE, model, 0)
             loop.accelerator.gradient_accumulation_steps = PACE.batch_size // PACE.micro_batch_size
             for _ in range(2):
                 if gpu is not None:
@@ -141,6 +143,8 @@ def test_the_host_waits_once(folders, monkeypatch, name, make):
 def test_align_waits_for_no_batch(folders, tmp_path, monkeypatch):
     """The states lie on the GPU."""
     ids = random_ids(8, 16)
+    # rounding decides how many others are tried
+    monkeypatch.setattr("ladderize.adapt.layers.align.RIDGES", [1e-3])
 
     def waits(place):
         place.mkdir()
@@ -149,9 +153,27 @@ def test_align_waits_for_no_batch(folders, tmp_path, monkeypatch):
             files, ranks = LayerFiles(place), Ranks(0, 1, DEVICE)
             windows, weights = Windows(ids[:6], ids[6:]), blocks.weights
             job = LayerJob(blocks, blocks, blocks.layout, tuple(range(LAYERS)), weights, weights, windows, ranks, files)
-            align(job, AlignOptions("a.npy"), [1e-3])  # rounding decides how many others are tried
+            align(job, AlignOptions("a.npy"))
         return sum(gpu.syncs.values())
 
     whole = waits(tmp_path / "whole")
-    monkeypatch.setattr(align_layer, "TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr("ladderize.adapt.layers.align.TOKENS_AT_ONCE", 1)
     assert waits(tmp_path / "one by one") == whole
+
+
+def outcome(folder, device, schedule, backend):
+    spec, group = checkpoint_spec(str(folder), tp_size=RANKS), Ranks(0, 1, device)
+    batch = Batch.random(spec.config["vocab_size"], 3, 7, 0, device)
+    return outcome_of(step_opener(group, RANKS)(spec, schedule, backend, batch))
+
+
+@pytest.mark.parametrize("schedule", [SEQUENTIAL, Schedule("domino", 3)], ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients(folders, name, schedule):
+    expected = outcome(folders[name], HOST, SEQUENTIAL, Alike(RANKS))
+    with SimulatedGpu(seed(), RANKS) as gpu:
+        found = outcome(folders[name], DEVICE, schedule, collectives("nccl", gpu))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-4)
+        for key, gradient in expected.gradients.items():
+            own = found.gradients[key].cpu()
+            assert (own - gradient).norm() <= 1e-3 * gradient.norm().clamp_min(1e-3 * expected.norm), key

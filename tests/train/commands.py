@@ -11,12 +11,10 @@ from torch.nn.functional import cross_entropy
 
 import ladderize
 from ladderize.adapt.train import run
-from ladderize.adapt.train.states import read_metrics
+from ladderize.adapt.train.loop import read_metrics
 from ladderize.errors import UserError
-from ladderize.ranks.group import Ranks
 from tests.helpers import all_tensors, invoke, invoke_well, one_sentence
 
-CPU = Ranks(0, 1, torch.device("cpu"))
 LENGTH, ROWS = 24, 40
 
 

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from ladderize.adapt.layers.options import start_tokens
 from ladderize.adapt.train import run
 from tests.helpers import all_tensors, invoke, invoke_well, listing, refusal
 from tests.train.commands import arguments, losses_of, same_weights, stopped_before_the_end, succeed
@@ -49,7 +48,7 @@ def test_a_finished_alignment_is_not_made_again(place, done, tmp_path, monkeypat
         patch.setattr(run, "make_model", lambda *_: 1 / 0)
         assert aligned(place, tmp_path / "out", run=invoke).code != 0
     assert listing(tmp_path) == ["out-aligned"]
-    monkeypatch.setattr("ladderize.adapt.layers.align.aligned_layers", lambda *_, **__: pytest.fail("aligned again"))
+    monkeypatch.setattr("ladderize.adapt.layers.align.LayerAlignment", lambda *_, **__: pytest.fail("aligned again"))
     for said in ("out-aligned is complete", "out is complete"):
         assert said in aligned(place, tmp_path / "out").stderr
     assert same_weights(all_tensors(tmp_path / "out"), all_tensors(done / "out"))
@@ -59,7 +58,7 @@ def test_a_begun_training_goes_on_from_what_was_aligned(place, tmp_path, monkeyp
     """Also with --overwrite, with which an alignment would be made anew."""
     stopped_before_the_end(place, tmp_path / "out", "--align", "--distill-from", place / "dense", "--overwrite")
     before = all_tensors(tmp_path / "out-aligned")
-    monkeypatch.setattr("ladderize.adapt.layers.align.aligned_layers", lambda *_, **__: pytest.fail("aligned again"))
+    monkeypatch.setattr("ladderize.adapt.layers.align.LayerAlignment", lambda *_, **__: pytest.fail("aligned again"))
     outcome = aligned(place, tmp_path / "out", "--overwrite", steps=9)
     assert "resuming after step 6" in outcome.stderr
     assert same_weights(all_tensors(tmp_path / "out-aligned"), before)
@@ -74,13 +73,6 @@ def test_out_is_looked_at_before_anything_is_aligned(place, tmp_path, monkeypatc
     assert "--overwrite does not replace it" in refused(place, tmp_path / "out", "--overwrite")
     assert "is the source" in refused(place, place / "dense", "--overwrite")
     assert listing(tmp_path) == ["out"]
-
-
-def test_it_reads_as_many_tokens_as_the_training():
-    narrow = {"hidden_size": 576, "intermediate_size": 1536}
-    asked = {None: 16_384, 1_000: 16_384, 64_000: 64_000, 300_000_000: 131_072}
-    assert {budget: start_tokens(narrow, budget) for budget in asked} == asked
-    assert start_tokens(narrow | {"intermediate_size": 14_336}, 30_000) == 4 * 14_336
 
 
 def test_it_reads_as_few_windows_as_it_is_told_to(place, tmp_path):

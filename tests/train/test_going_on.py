@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from ladderize.adapt.train import loop
-from ladderize.adapt.train.loop import Loop
-from ladderize.adapt.train.states import Scores, TrainingFolder, read_metrics
+from ladderize.adapt.train.loop import Loop, Scores, TrainingFolder, read_metrics
 from ladderize.adapt.train.training_model import HFTraining
 from tests import warm
 from tests.helpers import all_tensors, invoke_well, listing, one_sentence

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ladderize.adapt.train import teacher_cache
-from ladderize.adapt.train.states import read_metrics
+from ladderize.adapt.train.loop import read_metrics
 from ladderize.adapt.train.teacher_cache import answer
 from ladderize.checkpoint import tensors
 from ladderize.errors import UserError

@@ -23,7 +23,7 @@ for found in versions:
     if os.fork() == 0:  # a process for each, which has imported what it needs
         environment.version = lambda name: found.removesuffix("-lacking") if name == "vllm" else real(name)
         if found.endswith("-lacking"):
-            environment.TOUCHED["vllm.config"]["VllmConfig"] = "model_config no_such_config"
+            environment.TOUCHED["vllm.config:VllmConfig"] = "model_config no_such_config"
         from ladderize.vllm.plugin import register_plugin
         register_plugin()
         print("== other:", type(AutoConfig.from_pretrained(llama)).__name__)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ladderize.adapt.layers.align_layer import device_of_states, located
+from ladderize.adapt.layers.align import device_of_states, located
 from ladderize.adapt.layers.layer_files import LayerJob
 from ladderize.adapt.layers.options import PAPERS_LR, PAPERS_WIDTH, TOKENS_PER_STEP, BlockwiseOptions
-from ladderize.blocks import Blocks, State, check_finite, complete, to_device
+from ladderize.blocks import Blocks, State, check_finite, complete
 from ladderize.console import human_bytes
 from ladderize.errors import UserError
 from ladderize.files.records import Record
@@ -82,71 +82,59 @@ def distill(job: LayerJob, options: BlockwiseOptions) -> None:
     with job.console.progress("distilling", len(mine) * steps + (max(mine, default=-1) + 1) * passing) as advance:
         for index, before, after in teacher_pass(teacher, windows.all, mine, job.layout, device):
             advance(passing)
-            if index in mine and job.files is not None:
+            if index in mine:
                 weights, report = BlockTrainer(job, index, before, after, options).train(advance)
                 job.files.save(index, weights, report)
 
 
 def teacher_pass(
     blocks: Blocks, windows: Tensor, layers: Sequence[int], layout: Layout, device: torch.device
-) -> Iterator[tuple[int, list[State], list[State]]]:
-    """Run the dense model up to the last of some layers; yields (i, states that enter block i, states that leave it),
-    of each window, with what the layers of a layout read. Raises UserError for NaN or infinite states."""
-    dense, before = Layout.dense(layout.num_layers), list[State]()
+) -> Iterator[tuple[int, State, State]]:
+    """Run the dense model up to the last of some layers; yields (i, the state of all windows that enters block i, the
+    one that leaves it), with what the layers of a layout read. Raises UserError for NaN or infinite states."""
+    dense = Layout.dense(layout.num_layers)
     if layers:
-        before = _states(windows.split(1), lambda ids: blocks.embed(complete(ids)), device)
+        before = _states(windows, lambda rows: blocks.embed(windows[rows]), device)
     for index in range(max(layers, default=-1) + 1):
         mode = layout.mlp_sync[index]  # the only one that is not the dense model's
         mlp_sync = (*dense.mlp_sync[:index], mode, *dense.mlp_sync[index + 1 :])
         alone = Layout(dense.attention_sync, mlp_sync, layout.sync_tp_size if mode == DELAYED else None)
-        layer = blocks.layer(index, alone)
+        layer, stream = blocks.layer(index, alone), complete(before)
 
-        def run(state: State, layer: torch.nn.Module = layer) -> State:
-            return blocks.run(layer, complete(state).to(blocks.device))
+        def run(rows: Tensor, layer: torch.nn.Module = layer, stream: Tensor = stream) -> State:
+            return blocks.run(layer, stream[rows].to(blocks.device))
 
-        after = _states(before, run, device)
+        after = _states(windows, run, device)
         yield index, before, after
         before = after
 
 
 @torch.no_grad()
-def _states(before: Sequence[State], run: Callable[[State], State], device: torch.device) -> list[State]:
-    """Return every window's next state. A generator would leave no_grad on while its caller trains."""
-    states: list[State] = []
-    batch = max(1, 4 * TOKENS_PER_STEP // complete(before[0]).shape[1])
-    for first in range(0, len(before), batch):
-        state = run(joined(before[first : first + batch]))
+def _states(windows: Tensor, run: Callable[[Tensor], State], device: torch.device) -> State:
+    """Return the next state of all windows. A generator would leave no_grad on while its caller trains."""
+    stores: list[Tensor] = []
+    for rows in torch.arange(len(windows)).split(max(1, 4 * TOKENS_PER_STEP // windows.shape[1])):
+        state = run(rows)
         check_finite(float(complete(state).sum()), "the residual stream of the dense model")
-        states += apart(to_device(state, device))
-    return states
-
-
-def joined(states: Sequence[State]) -> State:
-    """Return the states of windows as one state of all."""
-    whole = torch.cat([complete(state) for state in states])
-    visible = [state[1] for state in states if isinstance(state, tuple)]
-    return (whole, torch.cat(visible, dim=-3)) if visible else whole
-
-
-def apart(state: State) -> list[State]:
-    """Return the state of each window."""
-    if not isinstance(state, tuple):
-        return list(state.split(1))
-    return list(zip(state[0].split(1), state[1].split(1, dim=-3), strict=True))
+        streams = state if isinstance(state, tuple) else (state,)
+        for number, stream in enumerate(streams):
+            if number == len(stores):
+                shape = (*stream.shape[:-3], len(windows), *stream.shape[-2:])
+                stores.append(torch.empty(shape, dtype=stream.dtype, device=device))
+            stores[number][..., rows, :, :] = stream.to(device)
+    return (stores[0], stores[1]) if len(stores) > 1 else stores[0]
 
 
 # ---- one block ----
 
 
 class BlockTrainer:
-    """One block, the dense model's states that enter and leave it, of each window, and the training loop."""
+    """One block, the dense model's states that enter and leave it, and the training loop."""
 
-    def __init__(
-        self, job: LayerJob, index: int, before: Sequence[State], after: Sequence[State], options: BlockwiseOptions
-    ) -> None:
+    def __init__(self, job: LayerJob, index: int, before: State, after: State, options: BlockwiseOptions) -> None:
         self.blocks, self.index, self.options = job.teacher, index, options
         self.before, self.after = before, after
-        self.trained, self.heldout = torch.arange(len(before)).tensor_split([len(job.windows.train)])
+        self.trained, self.heldout = torch.arange(len(job.windows.all)).tensor_split([len(job.windows.train)])
         self.initial = {name: tensor.clone() for name, tensor in job.weights(index).items()}
         # Weights are float32 to learn in; autocast decides the dtype of products.
         wide = {name: tensor.float().clone() for name, tensor in self.initial.items()}
@@ -158,18 +146,19 @@ class BlockTrainer:
     def loss(self, rows: Tensor) -> Tensor:
         """Return the mean squared difference to the dense block's output on these windows."""
         # float32 from here on: a block adds little to the stream, and rounding of the sum would hide it.
-        state = to_device(joined([self.before[row] for row in rows.tolist()]), self.blocks.device)
-        entering: State = (state[0].float(), state[1].float()) if isinstance(state, tuple) else state.float()
+        stream = self._stream(complete(self.before), rows)
+        entering = (stream, self._stream(self.before[1], rows)) if isinstance(self.before, tuple) else stream
         with self.blocks.autocast():
             output = complete(self.blocks.run(self.layer, entering))
-        return (output - self._complete(self.after, rows)).square().mean()
+        return (output - self._stream(complete(self.after), rows)).square().mean()
 
     def added(self, rows: Tensor) -> Tensor:
         """Return the mean square of what the dense block adds to the stream: the loss of one that does nothing."""
-        return (self._complete(self.after, rows) - self._complete(self.before, rows)).square().mean()
+        after, before = self._stream(complete(self.after), rows), self._stream(complete(self.before), rows)
+        return (after - before).square().mean()
 
-    def _complete(self, states: Sequence[State], rows: Tensor) -> Tensor:
-        return torch.cat([complete(states[row]) for row in rows.tolist()]).to(self.blocks.device).float()
+    def _stream(self, stream: Tensor, rows: Tensor) -> Tensor:
+        return stream[..., rows, :, :].to(self.blocks.device).float()
 
     @torch.no_grad()
     def _heldout_mean(self, value: Callable[[Tensor], Tensor]) -> float:
@@ -184,7 +173,13 @@ class BlockTrainer:
         per_epoch = math.ceil(len(self.trained) / self.batch_size)
         total, every = options.epochs * per_epoch, max(1, per_epoch // EVALUATIONS_PER_EPOCH)
         optimizer = torch.optim.AdamW(self.layer.parameters(), lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, total))
+        warmup = max(1, int(WARMUP * total))
+
+        def factor(step: int) -> float:
+            decay = 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+            return (step + 1) / warmup if step < warmup else decay
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         # The order must not depend on which blocks were trained before.
         generator = torch.Generator().manual_seed(options.seed * 10_007 + self.index)
         best, best_weights, best_step, step, curve = before, self.initial, 0, 0, [(0, before)]
@@ -241,11 +236,3 @@ class BlockTrainer:
             return loss
         advice = f"take a smaller --lr (this one was {self.lr:g})" if step else "check the model's weights"
         raise UserError(f"block {self.index}: the loss is NaN or infinite after {step} steps; {advice}")
-
-
-def lr_factor(step: int, total: int) -> float:
-    """Return the factor of the learning rate: a linear warm-up, then a cosine to zero."""
-    warmup = max(1, int(WARMUP * total))
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))

@@ -1,28 +1,23 @@
 """The job of a method that rewrites layers, the files of finished ones, and what a model is before and after."""
 
-import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ladderize.adapt.layers.options import TOKENS_PER_STEP
 from ladderize.adapt.layers.windows import Windows
 from ladderize.blocks import Blocks, window_streams
-from ladderize.checkpoint.config import parameter_count
-from ladderize.checkpoint.reading import TensorInfo, read_header
-from ladderize.checkpoint.tensors import locate_tensors, read_tensor
 from ladderize.console import SILENT, Console
 from ladderize.convert.assignment import RankAssignment
 from ladderize.errors import UserError
 from ladderize.eval.results import Perplexity, perplexity_from_nlls
-from ladderize.files.documents import parse_json
 from ladderize.files.output import fsync
 from ladderize.files.records import OwnRecord, Record
 from ladderize.layout import Layout
@@ -39,11 +34,11 @@ def assigned_weights(
     return weights if assignment is None else assignment.permuted(layer, weights, blocks.config)
 
 
+@dataclass(frozen=True)
 class LayerFiles:
-    """One safetensors file for each finished layer, with its report."""
+    """One safetensors file in ``folder`` for each finished layer, with its report."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: Path
 
     def path(self, layer: int) -> Path:
         return self.folder / f"layer-{layer:05d}.safetensors"
@@ -61,18 +56,12 @@ class LayerFiles:
         temporary.rename(self.path(layer))
 
     def report(self, kind: type[OwnRecord], layer: int) -> OwnRecord:
-        path = self.path(layer)
-        with safe_open(path, framework="pt") as file:
-            return kind.from_dict(parse_json(file.metadata()["report"].encode()), f"the report in {path}")
+        with safe_open(self.path(layer), framework="pt") as file:
+            return kind.from_dict(json.loads(file.metadata()["report"]), f"the report in {self.path(layer)}")
 
     def weights(self, layer: int) -> dict[str, Tensor]:
         prefix = f"model.layers.{layer}."
-        infos = read_header(self.folder, self.path(layer).name)
-        return {name.removeprefix(prefix): read_tensor(self.folder, info) for name, info in infos.items()}
-
-    def tensors(self, layers: Sequence[int]) -> dict[str, TensorInfo]:
-        """Return the place of every tensor of these layers, for the converter."""
-        return {name: info for layer in layers for name, info in locate_tensors(self.path(layer)).items()}
+        return {name.removeprefix(prefix): tensor for name, tensor in load_file(self.path(layer)).items()}
 
 
 @dataclass(frozen=True)
@@ -88,13 +77,12 @@ class LayerJob:
     dense_weights: LayerWeights
     windows: Windows
     ranks: Ranks
-    files: LayerFiles | None = None
+    files: LayerFiles
     console: Console = SILENT
 
     def finished(self) -> list[int]:
         """Return the layers that an earlier run has rewritten, the same on all ranks."""
-        files = self.files
-        return self.ranks.broadcast([layer for layer in self.layers if files and files.path(layer).is_file()])
+        return self.ranks.broadcast([layer for layer in self.layers if self.files.path(layer).is_file()])
 
 
 class Contender(NamedTuple):
@@ -106,45 +94,37 @@ class Contender(NamedTuple):
 
 
 def heldout_measures(
-    contenders: Mapping[str, Contender], ids: torch.Tensor, ranks: Ranks, console: Console = SILENT
+    contenders: Mapping[str, Contender], ids: Tensor, ranks: Ranks, console: Console = SILENT
 ) -> tuple[dict[str, Perplexity], dict[str, float]]:
     """Return the perplexity of held-out windows, ids [windows, tokens], under each model, and the mean KL(first ||
     model) in nats per token of all but the first, dense one. One layer is in memory at a time. Ranks share the batches
     of one process, so the results are equal, bit by bit, for every number of ranks."""
     batch_size = max(1, 2 * TOKENS_PER_STEP // ids.shape[1])
-    batches = ids.split(batch_size)[ranks.rank :: ranks.size]
-    dense, perplexities, divergences, reference = next(iter(contenders.values())).blocks, {}, {}, None
-    windows, head = sum(map(len, batches)), int(dense.config["vocab_size"]) * int(dense.config["hidden_size"])
-    logits = 1 + head * dense.num_layers // max(1, parameter_count(dense.config) - head)  # in layers of as many weights
-    work = len(contenders) * dense.num_layers + (3 * len(contenders) - 2) * logits  # a divergence takes them of both
-    with torch.no_grad(), console.progress("measuring held-out windows, by layer", windows * work) as advance:
-        for name, contender in contenders.items():
-            blocks = contender.blocks
+    batches = torch.arange(len(ids)).split(batch_size)[ranks.rank :: ranks.size]
+    dense, perplexities, divergences = next(iter(contenders.values())).blocks, {}, {}
+    reference: list[Tensor] | None = None
+    count = len(batches) * len(contenders) * (dense.num_layers + 1)  # the LM head as a layer
+    with torch.no_grad(), console.progress("measuring held-out windows, by layer", count) as advance:
+        for name, model in contenders.items():
 
-            def layer_at(index: int, contender: Contender = contender) -> torch.nn.Module:
-                advance(windows)
-                return contender.blocks.layer(index, contender.layout, contender.weights(index))
+            def layer_at(index: int, model: Contender = model) -> torch.nn.Module:
+                advance(len(batches))
+                return model.blocks.layer(index, model.layout, model.weights(index))
 
-            streams = window_streams(blocks, layer_at, torch.cat(batches), batch_size=batch_size) if batches else []
-            nlls: list[torch.Tensor] = []
-            sums: list[torch.Tensor] = []
-            for number, batch in enumerate(batches):
-                stream = streams[number].to(blocks.device)
-                nlls.append(blocks.nll(stream, batch).cpu())
-                advance(logits * len(batch))
+            streams: list[Tensor] = []
+            if batches:
+                streams = window_streams(model.blocks, layer_at, ids[torch.cat(batches)], batch_size=batch_size)
+            nll, divergence = torch.zeros(2, len(ids), dtype=torch.float64)  # 0 where other ranks measure
+            for number, rows in enumerate(batches):
+                stream = streams[number].to(model.blocks.device)
+                nll[rows] = model.blocks.nll(stream, ids[rows]).cpu()
                 if reference is not None:
-                    sums.append(blocks.divergence(dense, reference[number].to(blocks.device), stream).cpu())
-                    advance(2 * logits * len(batch))
-            perplexities[name] = perplexity_from_nlls(in_order(ranks.gather(nlls)).numpy(), list(ids.numpy()))
-            total = float(in_order(ranks.gather(sums)).sum())
+                    target = reference[number].to(model.blocks.device)
+                    divergence[rows] = model.blocks.divergence(dense, target, stream).cpu()
+                advance(1)
+            perplexities[name] = perplexity_from_nlls(ranks.sum(nll).numpy(), list(ids.numpy()))
             if reference is None:
                 reference = streams
             else:
-                divergences[name] = total / ids[:, 1:].numel()
+                divergences[name] = float(ranks.sum(divergence).sum()) / ids[:, 1:].numel()
     return perplexities, divergences
-
-
-def in_order(values: list[list[torch.Tensor]]) -> torch.Tensor:
-    """Return the values of all batches in order, from ranks that each had every size-th batch."""
-    batches = [batch for rounds in itertools.zip_longest(*values) for batch in rounds if batch is not None]
-    return torch.cat(batches) if batches else torch.empty(0)

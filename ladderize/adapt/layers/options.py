@@ -2,21 +2,12 @@
 numpy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 from ladderize import choices
-from ladderize.adapt.options import (
-    ALIGN,
-    BLOCKS,
-    COMPUTE_DTYPE,
-    CONVERTED,
-    SAMPLES,
-    TrainingDtype,
-    Write,
-    check_lr,
-)
+from ladderize.adapt.options import ALIGN, BLOCKS, COMPUTE_DTYPE, CONVERTED, SAMPLES, TrainingDtype, Write, check_lr
 from ladderize.choices import (
     DATA,
     LAYOUT,
@@ -75,10 +66,6 @@ class WindowOptions:
         """Return how many tokens are read, of a model with this config; None: all that the data have."""
         return None
 
-    def default_layers(self, layout: Layout) -> tuple[int, ...]:
-        """Return the layers that the method can rewrite."""
-        return tuple(layout.converted_layers)
-
 
 @dataclass(frozen=True)
 class AlignOptions(WindowOptions):
@@ -90,9 +77,6 @@ class AlignOptions(WindowOptions):
 
     def least_tokens(self, config: Mapping[str, Any]) -> int | None:
         return self.tokens or default_tokens(config)
-
-    def default_layers(self, layout: Layout) -> tuple[int, ...]:
-        return layers_to_align(layout)
 
 
 @dataclass(frozen=True)
@@ -130,9 +114,10 @@ def widest_input(config: Mapping[str, Any]) -> int:
 def layers_to_rewrite(options: WindowOptions, layout: Layout) -> tuple[int, ...]:
     """Return the layers of ``options.layers``, or the method's default. Raises UserError for one that reads, and is,
     what the dense model's is."""
-    usable = options.default_layers(layout)
+    converted = tuple(layout.converted_layers)
+    usable = layers_to_align(layout) if options.method == ALIGN else converted
     if options.layers == CONVERTED:
-        return tuple(layout.converted_layers)
+        return converted
     if options.layers is None or options.layers == "all":
         return usable
     chosen = tuple(parse_ranges(options.layers, layout.num_layers, option="--train"))
@@ -217,9 +202,6 @@ class SensitivityOptions:
             raise UsageError("--mode sweep needs --sync-tp-size N")
 
 
-Repair = TypeVar("Repair", bound=WindowOptions)
-
-
 @dataclass(frozen=True)
 class SpdOptions:
     model: str = argument("MODEL", "A dense checkpoint: folder or hub id. It is never changed.")
@@ -270,17 +252,3 @@ class SpdOptions:
             raise UsageError(f"--spd-fraction must be above 0 and at most 1, not {self.spd_fraction:g}")
         if self.lr is not None and self.repair == ALIGN:
             raise UsageError("lr has no effect with repair align, which trains nothing")
-
-    @property
-    def blockwise(self) -> BlockwiseOptions:
-        """The options to read windows by, and to distil blocks."""
-        return replace(self._of(BlockwiseOptions), epochs=self.epochs, lr=self.lr)
-
-    @property
-    def repairing(self) -> WindowOptions:
-        return self._of(AlignOptions) if self.repair == ALIGN else self.blockwise
-
-    def _of(self, kind: type[Repair]) -> Repair:
-        device = self.device or default_device()
-        windows = self.data, self.samples, self.heldout, self.seq_len
-        return kind(*windows, dtype=self.dtype, device=device, write="last", seed=self.seed)

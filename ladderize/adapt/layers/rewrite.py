@@ -1,7 +1,7 @@
 """Methods that rewrite a checkpoint layer by layer: from models and data to a new checkpoint with its document."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,30 +9,42 @@ from typing import Any, ClassVar
 import torch
 
 from ladderize.adapt.layers.align import LayerReport, align
+from ladderize.adapt.layers.assign import assign_layers
 from ladderize.adapt.layers.distill import BlockReport, distill
 from ladderize.adapt.layers.layer_files import Contender, LayerFiles, LayerJob, assigned_weights, heldout_measures
-from ladderize.adapt.layers.options import WindowOptions, layers_to_rewrite
+from ladderize.adapt.layers.options import (
+    AlignOptions,
+    BlockwiseOptions,
+    SensitivityOptions,
+    SpdOptions,
+    WindowOptions,
+    layers_to_rewrite,
+)
+from ladderize.adapt.layers.sensitivity import write_sensitivity
 from ladderize.adapt.layers.windows import Windows, training_windows
 from ladderize.adapt.options import ALIGN, BLOCKS
 from ladderize.adapt.teacher import check_improved, check_pair, check_related, target_text
 from ladderize.blocks import Blocks, compute_dtype
 from ladderize.checkpoint.config import stored_dtype
 from ladderize.checkpoint.opening import open_checkpoint
-from ladderize.checkpoint.tensors import fingerprint
+from ladderize.checkpoint.reading import TensorInfo
+from ladderize.checkpoint.tensors import fingerprint, locate_tensors
 from ladderize.console import SILENT, Console, code_span, to_json
-from ladderize.convert.assignment import RankAssignment, assignment_of
+from ladderize.convert.assignment import ASSIGNMENT, RankAssignment, assignment_of, read_assignment
 from ladderize.convert.inspection import ALIGNMENT, DISTILLATION
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
+from ladderize.convert.sensitivity_file import ascending, read_sensitivity
 from ladderize.data.files import data_files, source_sha256
 from ladderize.errors import UserError
 from ladderize.eval.results import Perplexity
 from ladderize.files import output
-from ladderize.files.documents import read_own
+from ladderize.files.documents import read_own, write_json
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
-from ladderize.files.unfinished import RUN_SHA256, Unfinished, is_written_by, run_digest, tidy, work_folder
-from ladderize.layout import Layout, format_ranges
+from ladderize.files.unfinished import RUN_SHA256, Unfinished, finished_before, run_digest, work_folder
+from ladderize.layout import Layout, check_split, format_ranges
+from ladderize.ranks.device import default_device
 from ladderize.ranks.group import Ranks, join_ranks
 
 
@@ -178,20 +190,18 @@ class LayerTask:
     def once(self, identity: Mapping[str, Any], make: Callable[[Path], LayersDocument | None]) -> LayersDocument | None:
         """Return what ``make`` returns of a folder for unfinished work, or the document of the run with this identity
         that wrote OUT before; None on other ranks than 0."""
-        out, folder, file = resolved(self.out), work_folder(self.out), self.method.file
-        if self.ranks.is_main:
-            output.clean_up(out)  # a killed swap may have set OUT aside
-        earlier = self.ranks.broadcast({} if self.overwrite else read_own(out / file))
-        if is_written_by(earlier, out, run_digest(identity)):
-            if not self.ranks.is_main:
-                return None
-            tidy(folder, COMMAND, identity, out, self.console)
-            return LayersDocument.from_dict(earlier, file)
+        ranks, overwrite, console, file = self.ranks, self.overwrite, self.console, self.method.file
+        earlier: dict[str, Any] = {}
+        if ranks.is_main:
+            run = file, run_digest(identity), COMMAND, identity
+            earlier = finished_before(resolved(self.out), *run, overwrite=overwrite, console=console)
+        if earlier := ranks.broadcast(earlier):
+            return LayersDocument.from_dict(earlier, file) if ranks.is_main else None
         for source in (self.converted, self.dense):
-            output.check_target(Path(self.out), source.checkpoint.folder, overwrite=self.overwrite)
-        with self.ranks.main_first():
-            unfinished = Unfinished(folder, COMMAND, identity, main=self.ranks.is_main, console=self.console)
-        with unfinished as work:
+            output.check_target(Path(self.out), source.checkpoint.folder, overwrite=overwrite)
+        with ranks.main_first():
+            work = Unfinished(work_folder(self.out), COMMAND, identity, main=ranks.is_main, console=console)
+        with work:
             return make(work.folder)
 
 
@@ -261,12 +271,25 @@ def rewrite_layers(
     job = LayerJob(*models, task.windows, task.ranks, files, task.console)
     method.run(job, task.options)
     task.ranks.barrier()
-    perplexity, divergence = measured(job, assignment)
+    before = partial(assigned_weights, task.converted, assignment)
+
+    def after(layer: int) -> Mapping[str, torch.Tensor]:
+        if layer not in layers:
+            return before(layer)
+        blocks, rewritten = task.converted, files.weights(layer)
+        return {name: tensor.to(blocks.device, blocks.dtype) for name, tensor in rewritten.items()}
+
+    contenders = {
+        "dense": Contender(task.dense, Layout.dense(layout.num_layers), task.dense.weights),
+        "before": Contender(task.converted, layout, before),
+        "after": Contender(task.converted, layout, after),
+    }
+    perplexity, divergence = heldout_measures(contenders, task.windows.heldout, task.ranks, task.console)
     if not task.ranks.is_main:
         return None
     if task.options.write == "best":
-        before, after = divergence["before"], divergence["after"]
-        check_improved("KL", before, after, work=folder, advice=method.advice, method=method.noun)
+        values = divergence["before"], divergence["after"]
+        check_improved("KL", *values, work=folder, advice=method.advice, method=method.noun)
     elif perplexity["after"].perplexity > perplexity["before"].perplexity:
         task.console.warn(f"the held-out perplexity rose: {method.advice}")
     reports: Any = [files.report(method.report, layer) for layer in layers]
@@ -286,11 +309,14 @@ def rewrite_layers(
         spd=blocks,
         **layout.to_config(),
     )
+    rewritten: dict[str, TensorInfo] = {}
+    for layer in layers:
+        rewritten |= locate_tensors(files.path(layer))
     text = to_json({**document.to_dict(), RUN_SHA256: run_digest(identity)}) + "\n"
     record = {"teacher": task.teacher, "fingerprints": document.fingerprints, "layers": format_ranges(layers), **about}
     changes = Changes(
         assignment=assignment,
-        replace=files.tensors(layers),
+        replace=rewritten,
         record={method.noun: record},
         extra_files={**(extra_files or {}), method.file: text},
         note=document.note(),
@@ -300,19 +326,79 @@ def rewrite_layers(
     return document
 
 
-def measured(job: LayerJob, assignment: RankAssignment | None) -> tuple[dict[str, Perplexity], dict[str, float]]:
-    """Return ``heldout_measures`` of the dense model, and of the converted one before and after."""
-    before = partial(assigned_weights, job.converted, assignment)
+# ---- ``ladderize spd`` ----
 
-    def after(layer: int) -> Mapping[str, torch.Tensor]:
-        if job.files is None or layer not in job.layers:
-            return before(layer)
-        blocks, weights = job.converted, job.files.weights(layer)
-        return {name: tensor.to(blocks.device, blocks.dtype) for name, tensor in weights.items()}
+SENSITIVITY = "sensitivity.json"  # in the work folder, and in OUT
+CALIBRATION = 128  # windows for sensitivity, the paper's
 
-    contenders = {
-        "dense": Contender(job.teacher, Layout.dense(job.layout.num_layers), job.teacher.weights),
-        "before": Contender(job.converted, job.layout, before),
-        "after": Contender(job.converted, job.layout, after),
-    }
-    return heldout_measures(contenders, job.windows.heldout, job.ranks, job.console)
+
+def spd(options: SpdOptions, *, console: Console = SILENT) -> LayersDocument | None:
+    """Make the SPD checkpoint ``options.out`` of a dense model: sensitivity, assignment, repair and conversion.
+
+    The paper's recipe (arXiv 2502.20727, section 4) with three changes: every dropped block is repaired, also
+    insensitive ones; by default by alignment (least squares) instead of distillation; and neurons change ranks along
+    with heads. Returns the document of its repair; None on other ranks
+    than 0. Several processes (accelerate launch, torchrun) share the work; rank 0 writes. A killed run resumes."""
+    model, size = options.model, options.sync_tp_size
+    checkpoint = open_checkpoint(model)
+    dense = Layout.from_config(checkpoint.config)
+    if not dense.is_dense:
+        raise UserError(
+            f"{model} is not dense ({dense}); only a dense model has sync points to drop by their sensitivity"
+        )
+    check_split(checkpoint.config, size, name="--sync-tp-size")
+    files = options.data, options.samples, options.heldout, options.seq_len
+    shared: dict[str, Any] = {"dtype": options.dtype, "write": "last", "seed": options.seed}
+    shared["device"] = options.device or default_device()
+    blockwise = BlockwiseOptions(*files, **shared, epochs=options.epochs, lr=options.lr)
+    repair: WindowOptions = AlignOptions(*files, **shared) if options.repair == ALIGN else blockwise
+    overwrite, verify = options.overwrite, options.verify
+    task = open_layer_task(model, options.out, model, blockwise, console, overwrite=overwrite, verify=verify)
+    asked = {name: getattr(options, name) for name in ("sync_tp_size", "spd_fraction", "repair", "assign")}
+    identity = {"method": "spd", **task.fingerprints(), **task.about(), **asked}
+    windows, ranks, train = task.windows, task.ranks, task.windows.train
+    tokens = repair.least_tokens(checkpoint.config)
+    if tokens is not None and options.samples is None:
+        train = train[: max(1, tokens // train.shape[1])]
+    data = replace(task.data, samples=len(train))
+    task = replace(task, options=repair, windows=Windows(train, windows.heldout), data=data)
+
+    def make(folder: Path) -> LayersDocument | None:
+        measured, assigned, assignment = folder / SENSITIVITY, folder / ASSIGNMENT, None
+        if not ranks.broadcast(measured.is_file()):
+            calibration = windows.train[:CALIBRATION]
+            sweep = SensitivityOptions(
+                model,
+                options.data,
+                measured,
+                samples=len(calibration),
+                seed=options.seed,
+                sync_tp_size=size,
+                mode="sweep",
+                dtype=task.about()["dtype"],
+            )
+            drawn = calibration.numpy(), task.data.sha256
+            write_sensitivity(sweep, drawn=drawn, ranks=ranks, console=console)
+            ranks.barrier()
+        costs = read_sensitivity(measured).costs
+        count = max(1, round(options.spd_fraction * len(costs)))
+        dropped = sorted(cost.layer for cost in ascending(costs)[:count])
+        layout = Layout.from_layers(dense.num_layers, spd=dropped, sync_tp_size=size)
+        if options.assign:
+            if ranks.is_main and not assigned.is_file():
+                made = assign_layers(task.dense, layout, options.assign, windows, seed=options.seed, console=console)
+                write_json(assigned, made.to_dict())
+            ranks.barrier()
+            assignment = read_assignment(assigned)
+        return rewrite_layers(
+            task,
+            folder,
+            layout,
+            layers_to_rewrite(task.options, layout),
+            identity,
+            assignment=assignment,
+            blocks=[SpdBlock(cost.layer, cost.sensitivity, cost.layer in dropped) for cost in costs],
+            extra_files={SENSITIVITY: measured.read_text()},
+        )
+
+    return task.once(identity, make)

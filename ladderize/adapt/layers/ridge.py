@@ -173,8 +173,10 @@ def refit(
         if ranks.sum(failed):  # on any rank, since different machines round differently
             continue
         for weights in solved:
-            for name, rounded in zip(names, weights.split(sizes), strict=True):
-                _round(rounded, projections[0].in_features, stored[f"{name}.weight"], stored.get(f"{name}.bias"))
+            for name, rows in zip(names, weights.split(sizes), strict=True):  # as they will be stored
+                kinds = stored[f"{name}.weight"], stored.get(f"{name}.bias", torch.float32)
+                for columns, dtype in zip(rows.tensor_split([projections[0].in_features], 1), kinds, strict=True):
+                    columns.copy_(columns.to(dtype))
         now = torch.stack([error.of(weights) for error, weights in zip(errors, solved, strict=True)]).sum(0).cpu()
         if bool((now > last + FITS_NOISE * before).all()):
             break
@@ -188,9 +190,3 @@ def refit(
                     projection.bias.data = whole[:, -1].to(projection.bias.dtype)
     shares = [(squares / power).where(power != 0, 0.0).tolist() for squares in (before, best)]
     return [ProjectionReport(*entry) for entry in zip(names, chosen, *shares, strict=True)]
-
-
-def _round(rows: Tensor, width: int, weight: torch.dtype, bias: torch.dtype | None) -> None:
-    """Round a projection's rows in place to the dtypes that its weight, of ``width`` columns, and its bias have."""
-    for columns, dtype in ((rows[:, :width], weight), (rows[:, width:], bias or weight)):
-        columns.copy_(columns.to(dtype))

@@ -1,7 +1,6 @@
 """``ladderize sensitivity``: the cost of changed layers of a dense model, as converted or after alignment."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,20 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.layers.align import (
-    COMMON,
     SOLVED,
-    aligned_layer,
-    aligned_layers,
-    layer_passes,
+    LayerAlignment,
+    Streams,
+    device_of_states,
+    located,
+    readers_of,
     warn_of_few,
     with_random,
 )
-from ladderize.adapt.layers.align_layer import Streams, device_of_states, located, readers_of
-from ladderize.adapt.layers.layer_files import LayerJob
 from ladderize.adapt.layers.options import SensitivityOptions, default_tokens, layers_to_align
 from ladderize.adapt.layers.windows import Windows, split_windows
 from ladderize.blocks import Blocks, State, check_finite, complete, read_windows, to_device, window_nlls
 from ladderize.checkpoint.config import parameter_count, stored_dtype
 from ladderize.checkpoint.opening import open_checkpoint
-from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console, human_bytes
 from ladderize.convert.sensitivity_file import (
@@ -47,7 +44,7 @@ from ladderize.ranks.group import Ranks, join_ranks
 TOKENS_PER_PASS = 4096
 
 
-def usual_batch(windows: np.ndarray) -> int:
+def usual_batch(windows: np.ndarray | Tensor) -> int:
     """Return the number of windows per forward pass."""
     return min(max(1, TOKENS_PER_PASS // windows.shape[1]), len(windows))
 
@@ -68,79 +65,57 @@ class LayoutScores:
     ) -> None:
         self.blocks, self.dense = blocks, Layout.dense(blocks.num_layers)
         self.weights = [blocks.weights(layer) for layer in range(blocks.num_layers)]
-        self.built: dict[tuple[int, str, str, str, int | None], torch.nn.Module] = {}
         self.ids = torch.from_numpy(scored).split(usual_batch(scored))
-        self.states: list[State] = []
         self.device = device_of_states(scored.size * blocks.config["hidden_size"] * blocks.dtype.itemsize, ranks)
+        self.states: list[State] = [to_device(blocks.embed(ids), self.device) for ids in self.ids]
         self.layer = 0  # that the states enter
-        self.streams = None
-        if to_align is not None:
-            teacher = aligning(blocks)
-            windows = with_random(to_align, blocks.config)
-            self.streams = Streams(teacher, windows, Ranks(0, 1, blocks.device), readers)
-            self.streams.embed(teacher, teacher)
+        self.streams = open_streams(blocks, to_align, readers) if to_align is not None else None
 
     def passes(self, layout: Layout) -> int:
         """The layers that windows pass through to score a layout."""
-        solving = 0 if self.streams is None else COMMON + SOLVED * len(layout.converted_layers)
+        solving = 0 if self.streams is None else 1 + SOLVED * len(layout.converted_layers)
         return self.blocks.num_layers - first_changed(layout) + solving
 
     @torch.no_grad()
-    def __call__(self, layout: Layout, advance: Callable[[int], None] = lambda n: None) -> list[float]:
+    def __call__(self, layout: Layout) -> list[float]:
         """Return the summed negative log-likelihood of each window in nats; UserError where it is NaN or infinite."""
-        if not self.states:
-            self.states = [to_device(self.blocks.embed(ids), self.device) for ids in self.ids]
-        first, count = first_changed(layout), self.blocks.num_layers
+        blocks, first = self.blocks, first_changed(layout)
         while self.layer < first:
-            self._move_on()
-        layers = [self._layer(layer, layout) for layer in range(first, count)]
-        if self.streams is not None:
-            for index, aligned in self._aligned(self.streams, first, layout):
-                layers[index - first] = aligned
+            layer = blocks.layer(self.layer, self.dense, self.weights[self.layer])
+            for number, state in enumerate(self.states):
+                self.states[number] = to_device(blocks.run(layer, to_device(state, blocks.device)), self.device)
+            if self.streams is not None:
+                stored = blocks.weights(self.layer, as_stored=True)
+                LayerAlignment(self.streams, self.layer, self.dense, stored, stored).run(solve=False)
+            self.layer += 1
+        aligned = {} if self.streams is None else self._aligned(self.streams, first, layout)
+        layers = [
+            blocks.layer(index, layout, aligned.get(index, self.weights[index]))
+            for index in range(first, blocks.num_layers)
+        ]
         nlls = []
         for ids, entering in zip(self.ids, self.states, strict=True):
-            state = to_device(entering, self.blocks.device)
+            state = to_device(entering, blocks.device)
             for layer in layers:
-                state = self.blocks.run(layer, state)
-            nlls.append(self.blocks.nll(complete(state), ids))
-        advance(self.passes(layout))
+                state = blocks.run(layer, state)
+            nlls.append(blocks.nll(complete(state), ids))
         # Copied to the host once, at the end: each copy waits for all the device's work before it.
         nll = torch.cat(nlls).cpu()
-        check_finite(float(nll.sum()), f"the log-likelihood of {self.blocks.checkpoint.folder} as {layout}")
+        check_finite(float(nll.sum()), f"the log-likelihood of {blocks.checkpoint.folder} as {layout}")
         return nll.tolist()
 
-    def _move_on(self) -> None:
-        layer = self._layer(self.layer, self.dense)
-        for number, state in enumerate(self.states):
-            self.states[number] = to_device(self.blocks.run(layer, to_device(state, self.blocks.device)), self.device)
-        if self.streams is not None:
-            stored = self.blocks.weights(self.layer, as_stored=True)
-            aligned_layer(self.streams, self.layer, self.dense, stored, stored, solve=False)
-        self.layer += 1
-
-    def _aligned(self, streams: Streams, first: int, layout: Layout) -> Iterator[tuple[int, torch.nn.Module]]:
-        """Yield the converted layers of a layout with solved projections; the streams end where they began."""
-        entering, converted = streams.states["dense"].clone(), layout.converted_layers
+    def _aligned(self, streams: Streams, first: int, layout: Layout) -> dict[int, dict[str, Tensor]]:
+        """Return the weights of converted layers with solved projections; the streams end where they began."""
+        entering, converted, aligned = streams.states["dense"].clone(), layout.converted_layers, {}
         for index in range(first, max(converted, default=-1) + 1):
             stored, solve = self.blocks.weights(index, as_stored=True), index in converted
-            leave = index != converted[-1]
-            made, _ = aligned_layer(streams, index, layout, stored, stored, solve=solve, leave=leave)
+            layer = LayerAlignment(streams, index, layout, stored, stored)
+            made, _ = layer.run(solve=solve, leave=index != converted[-1])
             if solve:
-                loaded = {name: tensor.to(self.blocks.dtype) for name, tensor in made.items()}
-                yield index, self.blocks.layer(index, layout, loaded)
+                aligned[index] = {name: tensor.to(self.blocks.dtype) for name, tensor in made.items()}
         streams.states["dense"].copy_(entering)
         streams.is_common = True
-
-    def _layer(self, index: int, layout: Layout) -> torch.nn.Module:
-        key = index, layout.entering(index), layout.attention_sync[index], layout.mlp_sync[index], layout.sync_tp_size
-        if key not in self.built:
-            self.built[key] = self.blocks.layer(index, layout, self.weights[index])
-        return self.built[key]
-
-
-def aligning(blocks: Blocks) -> Blocks:
-    """Return the blocks in a dtype to align in: float16 has too small a range, and adapt does the same."""
-    return Blocks(blocks.checkpoint, torch.bfloat16, blocks.device) if blocks.dtype == torch.float16 else blocks
+        return aligned
 
 
 def score_layouts(
@@ -176,50 +151,55 @@ def score_layouts(
         )
         warn_of_few(to_align.train.numel(), blocks.config, console)
     with console.progress("sensitivity, layers that the windows pass", sum(map(score.passes, models))) as advance:
-        for rows in ranks.shared_out(models, lambda layout: (layout, score(layout, advance))):
+        for rows in ranks.shared_out(models, lambda layout: (layout, score(layout))):
             nlls.update((str(layout), row) for layout, row in rows)
-            advance(sum(score.passes(layout) for layout, _ in rows[1:]))  # rank 0 has counted its first
+            advance(sum(score.passes(layout) for layout, _ in rows))
             if ranks.is_main:
                 write_json(file, {"nll": nlls})
     return np.array([nlls[str(layout)] for layout in layouts]).T
 
 
-class AlignedLayouts:
-    """Scores layouts of a dense model as ``ladderize adapt --method align`` leaves them: every layer from the first
-    converted one on is solved on ``windows``, the scored windows pass through it, and it is forgotten. A dense layout
-    is scored as it is."""
+class LayerwiseScores:
+    """Scores layouts of a dense model, one layer in memory at a time: as they are, or with ``windows`` as ``ladderize
+    adapt --method align`` leaves them, every layer from the first converted one on solved on these."""
 
-    def __init__(self, blocks: Blocks, windows: Windows) -> None:
+    def __init__(self, blocks: Blocks, windows: Windows | None) -> None:
         self.blocks, self.windows = blocks, windows
-        self.weights = lru_cache(maxsize=1)(partial(blocks.weights, as_stored=True))
+
+    def passes(self, layout: Layout) -> int:
+        """Return how often windows pass through a layer to score a layout."""
+        return layout.num_layers + (SOLVED - 1) * len(self._solved(layout))
+
+    def _solved(self, layout: Layout) -> tuple[int, ...]:
+        return () if self.windows is None or layout.is_dense else layers_to_align(layout)
 
     def __call__(self, layout: Layout, scored: Tensor, advance: Callable[[int], None] = lambda n: None) -> np.ndarray:
         """Return the summed negative log-likelihood of each window of ``scored`` ids [windows, tokens] in nats: float64
         [windows]; UserError where it is NaN or infinite."""
-        passes = aligned_passes(layout)
-        weights = map(self.weights, range(layout.num_layers)) if layout.is_dense else self._aligned(layout)
+        blocks, solved, streams = self.blocks, self._solved(layout), None
+        if self.windows is not None and solved:
+            streams = open_streams(blocks, self.windows, readers_of(layout))
 
         def layer_at(index: int) -> torch.nn.Module:
-            loaded = {name: tensor.to(self.blocks.dtype) for name, tensor in next(weights).items()}
-            advance(passes[index])
-            return self.blocks.layer(index, layout, loaded)
+            weights = blocks.weights(index, as_stored=True)
+            if streams is not None:
+                weights, _ = LayerAlignment(streams, index, layout, weights, weights).run(solve=index in solved)
+            advance(SOLVED if index in solved else 1)
+            return blocks.layer(index, layout, {name: tensor.to(blocks.dtype) for name, tensor in weights.items()})
 
-        nll = window_nlls(self.blocks, layer_at, scored, batch_size=usual_batch(scored.numpy()))
-        check_finite(float(nll.sum()), f"the log-likelihood of {self.blocks.checkpoint.folder} as {layout}")
+        nll = window_nlls(blocks, layer_at, scored, batch_size=usual_batch(scored))
+        check_finite(float(nll.sum()), f"the log-likelihood of {blocks.checkpoint.folder} as {layout}")
         return nll.numpy()
 
-    def _aligned(self, layout: Layout) -> Iterator[Mapping[str, Tensor]]:
-        teacher, ranks = aligning(self.blocks), Ranks(0, 1, self.blocks.device)
-        windows = with_random(self.windows, self.blocks.config)
-        streams = Streams(teacher, windows, ranks, readers_of(layout))
-        same = teacher, teacher, layout, layers_to_align(layout), self.weights, self.weights
-        for made, _ in aligned_layers(LayerJob(*same, windows, ranks), streams):
-            yield made
 
-
-def aligned_passes(layout: Layout) -> list[int]:
-    """Return how often ``AlignedLayouts`` passes windows through each layer."""
-    return layer_passes(layout, () if layout.is_dense else layers_to_align(layout))
+def open_streams(blocks: Blocks, windows: Windows, readers: int) -> Streams:
+    """Return the streams of one process to align a dense model's layouts in, in bfloat16 where the model is computed in
+    float16, whose range is too small: adapt does the same."""
+    if blocks.dtype == torch.float16:
+        blocks = Blocks(blocks.checkpoint, torch.bfloat16, blocks.device)
+    streams = Streams(blocks, with_random(windows, blocks.config), Ranks(0, 1, blocks.device), readers)
+    streams.embed(blocks, blocks)
+    return streams
 
 
 MEASURED = "nll.json"  # in the work folder: the nats of each window, by layout
@@ -251,7 +231,20 @@ def write_sensitivity(
     if drawn is None:
         windows = read_windows(checkpoint, options.data, seq_len=options.seq_len, seed=options.seed)
         drawn = windows, file_sha256(options.data)
-    scored, to_align = split_drawn(checkpoint, options, drawn[0], console)
+    # the windows to score, and with --align those after them to align on
+    scored, to_align, there = drawn[0][: options.samples], None, f"{options.data} gives {len(drawn[0])} windows"
+    if len(scored) < 2:
+        raise UserError(f"{options.data} gives one window of {drawn[0].shape[1]} tokens, and intervals need two")
+    if len(scored) < options.samples:
+        console.note(f"{there}, fewer than --samples {options.samples}")
+    if options.align:
+        tokens = default_tokens(checkpoint.config, short=True)
+        to_align = split_windows(drawn[0][options.samples :], options.align_samples, None, tokens)
+        if to_align is None:
+            raise UserError(
+                f"{there} of {scored.shape[1]} tokens, too few for {options.samples} to score and others to align on;"
+                " give more data, or lower --samples, --align-samples or --seq-len"
+            )
     dtype = stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype
     about: dict[str, Any] = {
         "fingerprint": fingerprint(checkpoint),
@@ -281,24 +274,3 @@ def write_sensitivity(
         if ranks.is_main:
             write_json(options.out, document.to_dict())
     return document
-
-
-def split_drawn(
-    checkpoint: Checkpoint, options: SensitivityOptions, drawn: np.ndarray, console: Console
-) -> tuple[np.ndarray, Windows | None]:
-    """Return the windows to score, and with --align those after them to align on. Raises UserError for too few."""
-    scored = drawn[: options.samples]
-    if len(scored) < 2:
-        raise UserError(f"{options.data} gives one window of {drawn.shape[1]} tokens, and intervals need two")
-    if len(scored) < options.samples:
-        console.note(f"{options.data} gives {len(scored)} windows, fewer than --samples {options.samples}")
-    if not options.align:
-        return scored, None
-    tokens = default_tokens(checkpoint.config, short=True)
-    to_align = split_windows(drawn[options.samples :], options.align_samples, None, tokens)
-    if to_align is None:
-        raise UserError(
-            f"{options.data} gives {len(drawn)} windows of {drawn.shape[1]} tokens, too few for {options.samples}"
-            " to score and others to align on; give more data, or lower --samples, --align-samples or --seq-len"
-        )
-    return scored, to_align

@@ -1,4 +1,5 @@
-"""The training loop, on ``accelerate.Accelerator``.
+"""The training loop, on ``accelerate.Accelerator``, and its states on disk: a folder for each saved step, and the
+weights that may become OUT.
 
 Sums of losses are divided by the scored tokens of the whole step, so a step is the same however it is split. Step and
 rank seed the random numbers (LoRA's dropout), and the seed decides the order of rows. So a resumed run makes the steps
@@ -10,26 +11,36 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
+import shutil
 import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import DistributedType
+from safetensors import SafetensorError
 from torch import Tensor
 
-from ladderize.adapt.train.pace import Pace
-from ladderize.adapt.train.states import Progress, Scores, TrainingFolder
+from ladderize.adapt.options import METRICS, Objective
+from ladderize.adapt.train.task import STATES_KEPT, Pace
 from ladderize.adapt.train.training_model import TrainingModel
 from ladderize.adapt.training_data import IGNORED_TARGET, collate
 from ladderize.boundary import handled
-from ladderize.console import Console
+from ladderize.checkpoint.tensors import write_tensors
+from ladderize.console import Console, sentence, to_json
 from ladderize.errors import UserError
+from ladderize.files.documents import read_json
+from ladderize.files.output import fsync, fsync_tree
+from ladderize.files.records import Record
+from ladderize.files.unfinished import Unfinished
 from ladderize.memory import peak_bytes
 from ladderize.ranks.environment import already_started
 from ladderize.runtime.training.batch import Batch
@@ -41,6 +52,156 @@ RECENT, EXPLOSIONS = 50, 3
 HUGE = 1e30
 PASSED_ON_S = 1.0  # within which a launcher passes a signal on
 HostBatch = Mapping[str, Tensor]  # of ``collate``
+TRAINING_COMMAND = "adapt --method full or lora"
+STATE = "state.json"
+DIGITS = 8 * "[0-9]"
+STATES = f"step-{DIGITS}/{STATE}"
+# what reading a state that is cut off, or of something else, raises
+DAMAGED = OSError, ValueError, KeyError, RuntimeError, EOFError, UserError, SafetensorError, pickle.UnpicklingError
+
+
+@dataclass(frozen=True)
+class Scores(Record):
+    """Held-out losses: means per scored token in nats."""
+
+    cross_entropy: float
+    divergence: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.cross_entropy) if self.cross_entropy < 700 else math.inf
+
+    def criterion(self, objective: Objective) -> float:
+        """Return the value by which the best weights are chosen, the lowest; infinite where it is not a number."""
+        value = objective.total(self.cross_entropy, self.divergence)
+        return value if math.isfinite(value) else math.inf
+
+    def text(self, objective: Objective) -> str:
+        criterion = f"{objective.label} {self.criterion(objective):.4g}, " if objective.distill_weight else ""
+        return f"held-out {criterion}perplexity {self.perplexity:.4f}"
+
+
+@dataclass
+class Progress(Record):
+    """The progress of a training.
+
+    model: the fingerprint of the trained checkpoint, as it was at the beginning.
+    seconds: spent in steps, over all runs.
+    before, best, last: scores before the first step, at the best validation by the criterion, and at the last one.
+    dense_perplexity: the teacher's, on the same rows.
+    kept_step: the best step whose weights were saved.
+    heldout_rows: scored at each validation; 0: not decided yet.
+    unscored: True where a signal came before the validation of this step was done, which the next run then makes.
+    recent: losses of the last steps.
+    metrics_bytes: the length of metrics.jsonl.
+    """
+
+    model: str = ""
+    step: int = 0
+    tokens: int = 0
+    scored: int = 0
+    seconds: float = 0.0
+    before: Scores | None = None
+    best: Scores | None = None
+    last: Scores | None = None
+    dense_perplexity: float | None = None
+    kept_step: int | None = None
+    heldout_rows: int = 0
+    unscored: bool = False
+    recent: list[float] = field(default_factory=list)
+    metrics_bytes: int = 0
+
+
+class TrainingFolder(Unfinished):
+    """An unfinished training: states named by their step, weights, and metrics.jsonl."""
+
+    at: int | None = None  # the step of the state that this process wrote or read last
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / METRICS
+
+    def weights(self, step: int) -> Path:
+        return self.folder / f"weights-{step:08d}.safetensors"
+
+    def states(self) -> list[Path]:
+        """Return the folders of whole states, the last one last."""
+        return [path.parent for path in sorted(self.folder.glob(STATES))]
+
+    def latest(self) -> int | None:
+        """Return the last step from which training can resume; None where there is none."""
+        states = self.states()
+        return int(states[-1].name[len("step-") :]) if states else None
+
+    def save(self, progress: Progress, model: TrainingModel) -> None:
+        """Write this step's state, whole or not at all; delete older ones and other weights. All ranks call it."""
+        if self.at == progress.step:
+            return  # while it is written again a killed run would lose it
+        accelerator, path = model.accelerator, self.folder / f"step-{progress.step:08d}"
+        unfinished = path.with_suffix(".part")
+        if accelerator.is_main_process:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+        accelerator.wait_for_everyone()
+        try:
+            model.save(unfinished)
+        except BaseException as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if isinstance(error, RuntimeError | SafetensorError):  # a full disk, in the words of torch and safetensors
+                raise UserError(
+                    f"the state of step {progress.step} cannot be written to {self.folder}: {sentence(error)}; the run"
+                    " goes on from the last saved one"
+                ) from None
+            raise
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            self.metrics.touch()
+            fsync(self.metrics)  # the metrics of the saved steps must be on disk before the state is
+            progress.metrics_bytes = self.metrics.stat().st_size
+            (unfinished / STATE).write_text(to_json(progress.to_dict()) + "\n")
+            fsync_tree(unfinished)
+            shutil.rmtree(path, ignore_errors=True)
+            unfinished.rename(path)
+            fsync(self.folder)
+            for old in self.states()[:-STATES_KEPT]:
+                shutil.rmtree(old)
+            for old in self.folder.glob(f"weights-{DIGITS}.safetensors"):
+                if old != self.weights(progress.kept_step or 0):
+                    old.unlink()
+        accelerator.wait_for_everyone()
+        self.at = progress.step
+
+    def load(self, step: int, model: TrainingModel) -> Progress:
+        path = self.folder / f"step-{step:08d}"
+        try:
+            progress = Progress.from_dict(read_json(path / STATE), STATE)
+            model.load(path)
+        except DAMAGED as error:
+            raise UserError(
+                f"{path} is damaged ({sentence(error)[:200]}); delete it to resume from the state before it"
+            ) from None
+        self.at = step
+        return progress
+
+    def save_weights(self, step: int, model: TrainingModel) -> None:
+        """Write the trained tensors in their stored dtypes. All ranks call it, which have parts."""
+        infos = {name: (model.stored.get(name, torch.float32), shape) for name, shape in model.shapes.items()}
+        if model.accelerator.is_main_process:
+            unfinished = self.weights(step).with_suffix(".part")
+            write_tensors(unfinished, infos, lambda name: model.whole(name).to(infos[name][0]))
+            unfinished.replace(self.weights(step))
+        else:
+            for name in infos:
+                model.whole(name)
+
+
+def read_metrics(path: Path, key: str) -> list[float]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+# ---- the loop ----
 
 
 @contextmanager
@@ -88,10 +249,7 @@ def micro_batches(rows: Any, pace: Pace, model: TrainingModel, first: int) -> It
 
 
 class Loop:
-    """The training of a model on ``rows``, validated on ``heldout`` ones.
-
-    stored: the dtypes in which OUT holds trained tensors, by name; others are float32.
-    """
+    """The training of a model on ``rows``, validated on ``heldout`` ones."""
 
     def __init__(
         self,
@@ -101,10 +259,9 @@ class Loop:
         pace: Pace,
         folder: TrainingFolder,
         console: Console,
-        stored: Mapping[str, torch.dtype],
     ) -> None:
         self.model, self.rows, self.heldout, self.pace = model, rows, list(heldout), pace
-        self.folder, self.console, self.stored = folder, console, stored
+        self.folder, self.console = folder, console
         self.accelerator, self.objective = model.accelerator, pace.options.objective
         self.progress = Progress()
         self.signalled: Callable[[], bool] = lambda: False
@@ -122,8 +279,7 @@ class Loop:
             self.validate_first()
         begun, total, unit, done = progress.step, options.max_steps, "steps", progress.step
         if total is None:
-            total, unit = options.max_tokens or 1, "tokens"
-            done = min(progress.tokens, total)
+            total, unit, done = options.max_tokens or 1, "tokens", progress.tokens
         batches = micro_batches(self.rows, pace, self.model, begun * pace.batch_size)
         with (
             stop_signals(announce=console.speaks) as self.signalled,
@@ -270,12 +426,12 @@ class Loop:
     def validate(self, advance: Callable[[int], None]) -> Scores:
         """Score the held-out rows with the weights as OUT would hold them, record that, and keep the best weights."""
         progress, objective = self.progress, self.objective
-        with self.model.evaluating(self.stored):
+        with self.model.evaluating():
             progress.last = scores = self.score(advance)
             if progress.best is None or scores.criterion(objective) < progress.best.criterion(objective):
                 progress.best = scores
                 if progress.step:
-                    self.folder.save_weights(progress.step, self.model, self.stored)
+                    self.folder.save_weights(progress.step, self.model)
                     progress.kept_step = progress.step
         values = {"step": progress.step, "heldout_perplexity": scores.perplexity}
         values["heldout_cross_entropy"] = scores.cross_entropy
@@ -290,26 +446,22 @@ class Loop:
         return self.scores(advance, self.model.losses)
 
     def scores(self, advance: Callable[[int], None], losses: Callable[[Batch], Tensor]) -> Scores:
-        """Return the losses of the held-out rows; every rank scores a part."""
-        sums = torch.zeros(3, device=self.accelerator.device, dtype=torch.float64)
-        for batch in self.heldout_batches(advance):
-            sums[:2] += losses(batch)
-            sums[2] += len(batch.scored)
-        # a state cannot hold what is not finite
-        entropy, divergence, scored = self.model.sum(sums).nan_to_num(HUGE, HUGE).tolist()
-        return Scores(entropy / scored, divergence / scored, round(scored))
-
-    def heldout_batches(self, advance: Callable[[int], None]) -> Iterator[Batch]:
-        """Yield a rank's part of the held-out rows in micro-batches, the same number on every rank: FSDP gathers
+        """Return the losses of the held-out rows, of which every rank scores as many micro-batches: FSDP gathers
         parameters in every forward pass, so a rank with no rows left takes part with an empty one."""
-        size, model = self.pace.micro_batch_size, self.model
+        size, model, device = self.pace.micro_batch_size, self.model, self.accelerator.device
+        sums = torch.zeros(3, device=device, dtype=torch.float64)
         for start in range(0, len(self.heldout), size * model.data_size):
             begin = start + model.data_rank * size
-            yield Batch.of(collate(self.heldout[begin : begin + size]), self.accelerator.device)
+            batch = Batch.of(collate(self.heldout[begin : begin + size]), device)
+            sums[:2] += losses(batch)
+            sums[2] += len(batch.scored)
             advance(min(len(self.heldout) - start, size * model.data_size))
             self.listen()
             if self.asked_to_stop:
                 raise StopRequested
+        # a state cannot hold what is not finite
+        entropy, divergence, scored = model.sum(sums).nan_to_num(HUGE, HUGE).tolist()
+        return Scores(entropy / scored, divergence / scored, round(scored))
 
     def write(self, values: Mapping[str, float]) -> None:
         if self.accelerator.is_main_process:

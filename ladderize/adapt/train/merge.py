@@ -6,7 +6,7 @@ import copy
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ladderize.adapt.lora import (
     read_adapter_config,
 )
 from ladderize.adapt.options import METRICS, MergeOptions
-from ladderize.adapt.train.outcome import Adaptation
+from ladderize.adapt.train.run import Adaptation
 from ladderize.checkpoint.config import EMBEDDING, HEAD, expected_tensors, is_tied
 from ladderize.checkpoint.opening import have_same_values, open_checkpoint
 from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint, TensorInfo, check_entries
@@ -73,8 +73,14 @@ def merge(options: MergeOptions, *, console: Console = SILENT) -> ConversionRepo
     for source in (folder, checkpoint.folder):
         output.check_target(out, source, overwrite=options.overwrite)
     with output.scratch_folder(out) as scratch:
-        with console.stage("merging"), console.contained():
-            tensors, config = write_merged(folder, checkpoint, base, scratch)
+        try:
+            with console.stage("merging"), console.contained(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tensors, config = write_merged(folder, checkpoint, base, scratch)
+        except UserError:
+            raise
+        except Exception as error:  # any, to which a stranger's adapter leads PEFT
+            raise UserError(f"PEFT cannot merge {folder} into {base}: {sentence(error)[:400]}") from error
         files = texts(folder, (ADAPTATION, METRICS)) if document else {}
         if "vocab_size" in config:  # the tokenizer knows the tokens that the adapter adds
             tokenizer = texts(folder, TOKENIZER_FILES)
@@ -138,15 +144,14 @@ def texts(folder: Path, names: Iterable[str]) -> dict[str, str]:
 # ---- the merging ----
 
 
-@dataclass
+@dataclass(frozen=True)
 class AdaptedModel:
     """A base with the adapter in ``folder``.
 
-    shapes, tensors: of the adapter, by PEFT's names in files.
-    lora: the modules with LoRA, without values.
-    saved: the modules that the adapter replaces.
-    tokens: the modules of which it replaces rows: the rows, and the name of the tensor that holds them.
     vocab_size: the rows of both ends; the adapter may hold more than the base has.
+    tensors: of the adapter, by PEFT's names in files.
+    lora: the modules with LoRA, without values, and the keys of their tensors.
+    tokens: the modules of which it replaces rows: the rows, and the name of the tensor that holds them.
     stored: the base's tensors by name; a tied LM head is one of them.
     sources: the same, or what the adapter holds in their stead.
     ends_are_one: PEFT trained both ends of a tied model as one.
@@ -156,14 +161,12 @@ class AdaptedModel:
     base: Checkpoint
     vocab_size: int
     config: LoraConfig
-    shapes: Mapping[str, tuple[int, ...]]
     tensors: Mapping[str, TensorInfo]
-    lora: dict[str, nn.Module] = field(default_factory=dict)
-    saved: set[str] = field(default_factory=set)
-    tokens: dict[str, tuple[list[int], str]] = field(default_factory=dict)
-    stored: dict[str, TensorInfo] = field(default_factory=dict)
-    sources: dict[str, TensorInfo] = field(default_factory=dict)
-    ends_are_one: bool = False
+    lora: Mapping[str, tuple[nn.Module, list[str]]]
+    tokens: Mapping[str, tuple[list[int], str]]
+    stored: Mapping[str, TensorInfo]
+    sources: Mapping[str, TensorInfo]
+    ends_are_one: bool
 
     def read(self, name: str) -> Tensor:
         """Return a tensor without its LoRA: float64 where the base stores it so, else float32."""
@@ -171,26 +174,25 @@ class AdaptedModel:
         return read_tensor(self.base.folder, self.sources[name], dtype=dtype)
 
 
+@torch.no_grad()
 def write_merged(
     folder: Path, base: Checkpoint, name: str, scratch: Path
 ) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
     """Write the tensors that merging changes into ``scratch``, each in a file of its own; return them, and the keys of
     config.json that change."""
-    changed: dict[str, TensorInfo] = {}
-    with peft_errors(folder, name), torch.no_grad():
-        model = adapted_model(folder, base)
-        for number, (tensor, values) in enumerate(merged_tensors(model)):
-            stored = read_tensor(base.folder, model.stored[tensor])
-            rounded = values.to(stored.dtype)
-            if not rounded.isfinite().all():
-                too_large = f"too large for {stored.dtype}; convert {name} to bfloat16 first"
-                problem = too_large if values.isfinite().all() else f"NaN or infinite; {folder} is broken"
-                raise UserError(f"{tensor} with its LoRA is {problem}")
-            if not torch.equal(rounded, stored):
-                file = scratch / f"{number}.safetensors"
-                write_tensors(file, {tensor: (rounded.dtype, rounded.shape)}, {tensor: rounded}.__getitem__)
-                changed |= locate_tensors(file)
-            del values, stored, rounded  # before the next one is computed
+    model, changed = adapted_model(folder, base), dict[str, TensorInfo]()
+    for number, (tensor, values) in enumerate(merged_tensors(model)):
+        stored = read_tensor(base.folder, model.stored[tensor])
+        rounded = values.to(stored.dtype)
+        if not rounded.isfinite().all():
+            too_large = f"too large for {stored.dtype}; convert {name} to bfloat16 first"
+            problem = too_large if values.isfinite().all() else f"NaN or infinite; {folder} is broken"
+            raise UserError(f"{tensor} with its LoRA is {problem}")
+        if not torch.equal(rounded, stored):
+            file = scratch / f"{number}.safetensors"
+            write_tensors(file, {tensor: (rounded.dtype, rounded.shape)}, {tensor: rounded}.__getitem__)
+            changed |= locate_tensors(file)
+        del values, stored, rounded  # before the next one is computed
     config: dict[str, Any] = {}
     if model.vocab_size != base.config["vocab_size"]:
         config["vocab_size"] = model.vocab_size
@@ -204,19 +206,6 @@ def write_merged(
     return changed, config
 
 
-@contextlib.contextmanager
-def peft_errors(folder: Path, name: str) -> Iterator[None]:
-    """Make one sentence of any error that a stranger's adapter leads PEFT to, and hide warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"PEFT cannot merge {folder} into {name}: {sentence(error)[:400]}") from error
-
-
 def adapted_model(folder: Path, base: Checkpoint) -> AdaptedModel:
     """Return the base with the adapter, of which no tensor is missing or left over; UserError where they do not fit."""
     tensors = locate_tensors(folder / ADAPTER_TENSORS)
@@ -225,66 +214,59 @@ def adapted_model(folder: Path, base: Checkpoint) -> AdaptedModel:
     ends = [whole[end] for end in ENDS if end in whole]
     vocab_size = max((end.shape[0] for end in ends if end.shape), default=base.config["vocab_size"])
     config = {**base.config, "vocab_size": vocab_size}
-    model = inject(folder, replace(base, config=config), tensors)
+
+    # PEFT's modules, without the base's values
+    adapter = LoraConfig.from_pretrained(str(folder))
+    structure = copy.deepcopy(adapter)
+    structure.init_lora_weights = True  # others compute with the base's values
+    with torch.device("meta"):
+        injected = get_peft_model(skeleton(replace(base, config=config)), structure)
+    adapter.target_modules = structure.target_modules  # "all-linear" is resolved
+    state = get_peft_model_state_dict(injected, save_embedding_layers=False)
     plain_shapes = expected_tensors({**config, "tie_word_embeddings": False})
     shapes = {key: plain_shapes[plain_name(key)] for key in tensors if plain_name(key) in plain_shapes}
-    for module, (_, key) in model.tokens.items():
-        if rows_key(module) in tensors:  # of a tied head PEFT may store a copy
-            shapes[rows_key(module)] = model.shapes[key]
-    check_adapter_tensors(folder, tensors, {**shapes, **model.shapes}, vocab_size)
+    shapes |= {key: tuple(tensor.shape) for key, tensor in state.items()}
+    lora: dict[str, tuple[nn.Module, list[str]]] = {}
+    tokens: dict[str, tuple[list[int], str]] = {}
+    saved = set()
+    for name, module in injected.get_base_model().named_modules():
+        if isinstance(module, LoraLayer) and ".base_layer" not in name:  # PEFT wraps a module again for each parameter
+            lora[name] = module.get_base_layer(), [key for key in state if key.startswith(f"{PEFT_PREFIX}{name}.")]
+        elif isinstance(module, ModulesToSaveWrapper):
+            saved.add(f"{name}.weight")
+        elif isinstance(module, TrainableTokensWrapper):
+            is_tied_to = module.token_adapter.tied_adapter is not None
+            owner = EMBEDDING_MODULE if is_tied_to else name
+            key, kept = (f"{PEFT_PREFIX}{each}.token_adapter.trainable_tokens_delta" for each in (name, owner))
+            tokens[name] = module.token_adapter.token_indices["default"], kept
+            if key in tensors:  # of a tied head PEFT may store a copy
+                shapes.setdefault(key, shapes[kept])
+    check_adapter_tensors(folder, tensors, shapes, vocab_size)
 
     tied = dict.fromkeys(ENDS, base.tensors[EMBEDDING]) if is_tied(base.config) else {}
-    model.stored = {**base.tensors, **tied}
+    stored = {**base.tensors, **tied}
     separate, shared = {}, {}
-    for tensor in whole.keys() & plain_shapes.keys():
-        if tensor in tied and tensor.removesuffix(".weight") not in model.saved:
-            shared = dict.fromkeys(ENDS, whole[tensor])  # the two are one parameter
+    for name in whole.keys() & plain_shapes.keys():
+        if name in tied and name not in saved:
+            shared = dict.fromkeys(ENDS, whole[name])  # the two are one parameter
         else:
-            separate[tensor] = whole[tensor]
-    model.sources = {**model.stored, **shared, **separate}
+            separate[name] = whole[name]
+    sources = {**stored, **shared, **separate}
     for end in ENDS:
-        check_rows(folder, model.sources[end].shape[0], vocab_size)
-    for rows, _ in model.tokens.values():
+        check_rows(folder, sources[end].shape[0], vocab_size)
+    for rows, _ in tokens.values():
         check_rows(folder, max([*rows, vocab_size - 1]) + 1, vocab_size)
-    model.ends_are_one = is_tied(base.config) and model.config.ensure_weight_tying
-    if model.ends_are_one:  # the embedding's changes are the head's
-        model.lora.pop(HEAD_MODULE, None)
-        model.tokens.pop(HEAD_MODULE, None)
-        model.sources[HEAD] = model.stored[HEAD]
-    return model
+    ends_are_one = bool(tied) and adapter.ensure_weight_tying
+    if ends_are_one:  # the embedding's changes are the head's
+        lora.pop(HEAD_MODULE, None)
+        tokens.pop(HEAD_MODULE, None)
+        sources[HEAD] = stored[HEAD]
+    return AdaptedModel(folder, base, vocab_size, adapter, tensors, lora, tokens, stored, sources, ends_are_one)
 
 
 def plain_name(key: str) -> str:
     """Return the name in the base of a tensor that PEFT stores as ``key``."""
     return WRAPPERS.sub("", key.removeprefix(PEFT_PREFIX))
-
-
-def rows_key(module: str) -> str:
-    """Return PEFT's name of the trained rows of a module."""
-    return f"{PEFT_PREFIX}{module}.token_adapter.trainable_tokens_delta"
-
-
-def inject(folder: Path, base: Checkpoint, tensors: Mapping[str, TensorInfo]) -> AdaptedModel:
-    """Return the modules that PEFT makes of the base with this adapter. The base has no values meanwhile."""
-    config = LoraConfig.from_pretrained(str(folder))
-    structure = copy.deepcopy(config)
-    structure.init_lora_weights = True  # others compute with the base's values
-    with torch.device("meta"):
-        injected = get_peft_model(skeleton(base), structure)
-    config.target_modules = structure.target_modules  # "all-linear" is resolved
-    state = get_peft_model_state_dict(injected, save_embedding_layers=False)
-    shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
-    model = AdaptedModel(folder, base, base.config["vocab_size"], config, shapes, tensors)
-    for name, module in injected.get_base_model().named_modules():
-        if isinstance(module, LoraLayer) and ".base_layer" not in name:  # PEFT wraps a module again for each parameter
-            model.lora[name] = module.get_base_layer()
-        elif isinstance(module, ModulesToSaveWrapper):
-            model.saved.add(name)
-        elif isinstance(module, TrainableTokensWrapper):
-            rows = module.token_adapter
-            owner = name if rows.tied_adapter is None else EMBEDDING_MODULE
-            model.tokens[name] = rows.token_indices["default"], rows_key(owner)
-    return model
 
 
 def check_adapter_tensors(
@@ -333,7 +315,8 @@ def merged_tensors(model: AdaptedModel) -> Iterator[tuple[str, Tensor]]:
 
 def merge_lora(model: AdaptedModel, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's tensors with its LoRA: PEFT adapts a model of this module alone."""
-    module = copy.deepcopy(model.lora[name])
+    base_layer, keys = model.lora[name]
+    module = copy.deepcopy(base_layer)
     module.load_state_dict({key: model.read(f"{name}.{key}") for key in module.state_dict()}, assign=True)
     for level in reversed(name.split(".")):
         holder = nn.Module()
@@ -343,7 +326,6 @@ def merge_lora(model: AdaptedModel, name: str) -> Iterator[tuple[str, Tensor]]:
     config.task_type = config.modules_to_save = config.trainable_token_indices = None
     config.ensure_weight_tying = False
     adapted = get_peft_model(module, config)
-    keys = [key for key in model.shapes if key.startswith(f"{PEFT_PREFIX}{name}.")]
     tensors = {key: read_tensor(model.base.folder, model.tensors[key]) for key in keys}
     loaded = set_peft_model_state_dict(adapted, tensors)
     if loaded.unexpected_keys:

@@ -2,37 +2,43 @@
 
 import math
 import os
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import get_available_trackers
+from safetensors.torch import load_file
 
 from ladderize.adapt.layers.options import AlignOptions, start_tokens
 from ladderize.adapt.layers.rewrite import adapt_layers
-from ladderize.adapt.lora import ADAPTATION
-from ladderize.adapt.options import FULL, LORA, AdaptOptions
-from ladderize.adapt.train.loop import Loop
-from ladderize.adapt.train.outcome import Adaptation, check_out, check_unchanged, chosen_step, write_outcome
-from ladderize.adapt.train.states import STATES, TRAINING_COMMAND, TrainingFolder
+from ladderize.adapt.lora import ADAPTATION, AdapterBase, not_an_adapter, write_adapter
+from ladderize.adapt.options import FULL, LORA, METRICS, AdaptOptions, Objective
+from ladderize.adapt.teacher import check_improved, target_text
+from ladderize.adapt.train.loop import STATES, TRAINING_COMMAND, Loop, Progress, TrainingFolder, read_metrics
 from ladderize.adapt.train.task import Launch, Task, open_task, sharding_asked
-from ladderize.adapt.train.teacher_cache import with_answers
+from ladderize.adapt.train.teacher_cache import check_apart, with_answers
 from ladderize.adapt.train.tensor_parallel import build_tensor_parallel
 from ladderize.adapt.train.training_model import HFTraining, TrainingModel, make_student, make_teacher, open_model
 from ladderize.adapt.training_data import open_data
 from ladderize.checkpoint.opening import open_checkpoint
-from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import SILENT, Console, human_count
+from ladderize.checkpoint.tensors import fingerprint, locate_tensors
+from ladderize.console import SILENT, Console, code_span, human_count, human_seconds, to_json
 from ladderize.convert.inspection import ALIGNMENT, read_retrainings
+from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.plan import Changes
+from ladderize.convert.recipe import Recipe
 from ladderize.data.files import split_weight
 from ladderize.errors import UsageError, UserError
 from ladderize.files import output
 from ladderize.files.documents import read_own
+from ladderize.files.records import Record
 from ladderize.files.regular import resolved
-from ladderize.files.unfinished import is_written_by, run_digest, tidy, work_folder
+from ladderize.files.unfinished import RUN_SHA256, finished_before, run_digest, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.memory import release
 from ladderize.modeling import load_tokenizer
@@ -40,6 +46,58 @@ from ladderize.ranks.device import avoid_cudnn_attention, default_device
 from ladderize.ranks.environment import already_started
 from ladderize.ranks.group import TRAINING_TIMEOUT, Ranks, join_ranks
 from ladderize.runtime.launch import run
+
+
+@dataclass(frozen=True)
+class Adaptation(Record):
+    """The content of adaptation.json; docs/files.md explains the keys."""
+
+    LEFT_OUT: ClassVar = ("base",)
+
+    model: str
+    out: str
+    method: str
+    layout: str
+    layers: list[int]
+    distill_from: str | None
+    data: list[str]
+    steps: int
+    tokens: int
+    scored_tokens: int
+    written_step: int
+    training_seconds: float
+    loss: dict[str, float]
+    heldout_perplexity: dict[str, Any] | None
+    data_counts: dict[str, int]
+    options: dict[str, Any]
+    dtype: str
+    fingerprints: dict[str, str | None]
+    criterion: dict[str, Any] | None
+    base: AdapterBase | None = None
+
+    def summary(self) -> list[str]:
+        criterion, heldout = self.criterion, self.heldout_perplexity
+        objective = Objective.of(self.distill_from, self.options.get("distill_weight"))
+        lines = [
+            f"{self.steps:,} steps, {self.tokens:,} tokens in {human_seconds(self.training_seconds)}; loss"
+            f" ({objective.label}) {self.loss['first']:.4f} to {self.loss['last']:.4f}"
+        ]
+        if criterion and objective.distill_weight:
+            lines.append("held-out {name} {before:.4g} before, {after:.4g} after".format(**criterion))
+        if heldout:
+            perplexity = "held-out perplexity {before:.4f} before, {after:.4f} after".format(**heldout)
+            lines.append(f"{perplexity} (step {self.written_step}, as stored)")
+            if "dense" in heldout:
+                lines.append(target_text(heldout["before"], heldout["after"], heldout["dense"]))
+        return lines
+
+    def card_note(self) -> str:
+        taught = f", taught by {code_span(self.distill_from)}" if self.distill_from else ""
+        return (
+            f"**Retraining.** Layers {format_ranges(self.layers)} were retrained (`{self.method}`) on"
+            f" {' and '.join(map(code_span, self.data))}{taught}: {'; '.join(self.summary())}."
+            " `adaptation.json` and `metrics.jsonl` say more."
+        )
 
 
 def adapt_checkpoint(options: AdaptOptions, *, console: Console = SILENT) -> Adaptation | None:
@@ -109,19 +167,21 @@ def reset_accelerate() -> None:
 
 def train(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) -> Adaptation | None:
     """Train and write OUT, unless this run wrote it before; returns the document, None on other ranks than 0."""
-    options, pace, out, folder = task.options, task.pace, task.out, work_folder(str(task.options.out))
-    if ranks.is_main:
-        output.clean_up(out)  # a killed swap may have set OUT aside
+    options, pace, folder = task.options, task.pace, work_folder(str(task.options.out))
     identity = task.identity() if ranks.is_main else {}
-    digest = run_digest({"identity": identity, "options": task.resolved_options})
-    written = {} if options.overwrite else read_own(out / ADAPTATION)
-    # a run may be killed after its output appeared
-    if ranks.broadcast(ranks.is_main and is_written_by(written, out, digest)):
-        if not ranks.is_main:
-            return None
-        tidy(folder, TRAINING_COMMAND, identity, out, console)
-        return Adaptation.from_dict(written, ADAPTATION)
-    check_out(task)
+    digest, earlier = run_digest({"identity": identity, "options": task.resolved_options}), dict[str, Any]()
+    if ranks.is_main:
+        earlier = finished_before(
+            task.out, ADAPTATION, digest, TRAINING_COMMAND, identity, overwrite=options.overwrite, console=console
+        )
+    if earlier := ranks.broadcast(earlier):
+        return Adaptation.from_dict(earlier, ADAPTATION) if ranks.is_main else None
+    sources = [task.checkpoint] if task.teacher is None else [task.checkpoint, task.teacher]
+    for source in sources:
+        foreign = not_an_adapter if task.is_lora else output.not_a_checkpoint
+        output.check_target(task.out, source.folder, overwrite=options.overwrite, foreign=foreign)
+    if options.teacher_cache is not None:
+        check_apart(options.teacher_cache, [task.out, folder, task.aligned, *(source.folder for source in sources)])
     with console.stage("reading the data"), ranks.main_first():
         rows, heldout, counts = open_data(
             options.data,
@@ -151,7 +211,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) 
             if options.teacher_cache is not None:
                 rows, heldout = with_answers(task, rows, heldout, identity, accelerator, ranks, console)
             model = make_model(task, accelerator, ranks, console)
-            loop = Loop(model, rows, heldout, task.pace, work, console, task.stored)
+            loop = Loop(model, rows, heldout, task.pace, work, console)
             loop.progress.model = fingerprint(task.checkpoint)
             if step:
                 resume(loop, step, task, ranks)
@@ -167,7 +227,7 @@ def train(task: Task, accelerator: Accelerator, ranks: Ranks, console: Console) 
             ) from None
         chosen = chosen_step(task, progress, work)
         if chosen != progress.kept_step:
-            work.save_weights(chosen, model, task.stored)
+            work.save_weights(chosen, model)
         model.close()
         document = None
         if ranks.is_main:
@@ -238,6 +298,7 @@ def make_model(task: Task, accelerator: Accelerator, ranks: Ranks, console: Cons
         accelerator,
         student,
         teacher,
+        task.stored,
         weight_decay=options.weight_decay,
         micro_batch_size=pace.micro_batch_size,
         max_grad_norm=options.max_grad_norm,
@@ -271,3 +332,82 @@ def announce(task: Task, model: TrainingModel, accelerator: Accelerator, console
         asked = task.resolved_options
         config = {key: value for key, value in asked.items() if isinstance(value, int | float | str)}
         accelerator.init_trackers("ladderize", config=config, init_kwargs={"wandb": {"dir": str(folder)}})
+
+
+# ---- the result ----
+
+
+def check_unchanged(model: str, task: Task, progress: Progress, work: TrainingFolder) -> None:
+    """Raise UserError unless the model, by its fingerprint, is the trained one: OUT has its frozen weights."""
+    if model != progress.model:
+        raise UserError(
+            f"{task.model} has changed since the training began, and {work.folder} holds its retrained weights; restore"
+            " the model"
+        )
+
+
+def chosen_step(task: Task, progress: Progress, work: TrainingFolder) -> int:
+    """Return the step whose weights become OUT; UserError where none lowered the held-out criterion."""
+    objective = task.options.objective
+    if task.options.write == "last" or progress.before is None or progress.last is None:
+        return progress.step
+    if progress.kept_step is None:
+        before, last = progress.before.criterion(objective), progress.last.criterion(objective)
+        advice = "delete it and train with a lower --lr or on other data"
+        check_improved(objective.label, before, last, work=work.folder, advice=advice)
+    return progress.kept_step or progress.step
+
+
+def write_outcome(
+    task: Task,
+    progress: Progress,
+    work: TrainingFolder,
+    chosen: int,
+    counts: dict[str, int],
+    identity: Mapping[str, Any],
+    digest: str,
+    console: Console,
+) -> Adaptation:
+    """Write the weights of the ``chosen`` step and return the document. Only the main process calls it."""
+    check_unchanged(fingerprint(open_checkpoint(task.model)), task, progress, work)
+    losses, options, objective = read_metrics(work.metrics, "loss"), task.options, task.options.objective
+    heldout, criterion = None, None
+    before, after = progress.before, progress.best if chosen == progress.kept_step else progress.last
+    if before is not None and after is not None:
+        heldout = {"before": before.perplexity, "after": after.perplexity, "tokens": before.tokens}
+        if progress.dense_perplexity is not None:
+            heldout["dense"] = progress.dense_perplexity
+        scores = {"before": before.criterion(objective), "after": after.criterion(objective)}
+        criterion = {"name": objective.label, **scores}
+    adaptation = Adaptation(
+        model=task.model,
+        out=str(options.out),
+        method=options.method,
+        layout=str(task.layout),
+        layers=list(task.layers),
+        distill_from=options.distill_from,
+        data=list(options.data),
+        steps=progress.step,
+        tokens=progress.tokens,
+        scored_tokens=progress.scored,
+        written_step=chosen,
+        training_seconds=progress.seconds,
+        loss={"first": losses[0], "last": losses[-1]},
+        heldout_perplexity=heldout,
+        data_counts=counts,
+        options=task.resolved_options,
+        dtype=identity["dtype"],
+        fingerprints={"model": progress.model, "teacher": identity["teacher"]},
+        criterion=criterion,
+        base=AdapterBase.of(task.checkpoint, task.model) if task.is_lora else None,
+    )
+    weights, document = work.weights(chosen), {**adaptation.to_dict(), RUN_SHA256: digest}
+    files = {ADAPTATION: to_json(document) + "\n", METRICS: work.metrics.read_text()}
+    overwrite, verify = options.overwrite, options.verify
+    if adaptation.base is not None:
+        write_adapter(task.out, task.lora, load_file(weights), adaptation.base, files, overwrite=overwrite)
+    else:
+        changes = Changes(replace=locate_tensors(weights), extra_files=files, note=adaptation.card_note())
+        out = str(options.out)
+        convert_checkpoint(task.model, out, Recipe(), changes, overwrite=overwrite, verify=verify, console=console)
+    return adaptation

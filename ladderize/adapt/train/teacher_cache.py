@@ -22,8 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ladderize.adapt.train.loop import row_order
-from ladderize.adapt.train.pace import Pace
-from ladderize.adapt.train.task import Task
+from ladderize.adapt.train.task import Pace, Task
 from ladderize.adapt.train.training_model import make_teacher, open_model, place_teacher
 from ladderize.adapt.training_data import ORDER, collate
 from ladderize.blocks import LOGITS_AT_ONCE, check_finite
@@ -80,10 +79,6 @@ class TeacherCache:
 
     def path(self, kind: str, number: int) -> Path:
         return self.folder / f"{kind}-{number:06d}.safetensors"
-
-    def missing(self, kind: str, rows: int) -> list[int]:
-        """Return the numbers of the files that the first ``rows`` rows need and that are not there."""
-        return [number for number in range(-(-rows // self.rows_of_file)) if not self.path(kind, number).is_file()]
 
     def save(self, path: Path, rows: Sequence[PackedRow], answers: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Save a file: of each of its rows the two tensors that ``answer`` returns."""
@@ -172,8 +167,9 @@ def with_answers(
     cache, missing = None, []
     if ranks.is_main:
         cache = TeacherCache.make(str(pace.options.teacher_cache), identity)
-        missing = [(TRAINED, number) for number in cache.missing(TRAINED, rows_needed(rows, order, pace))]
-        missing += [(HELD_OUT, number) for number in cache.missing(HELD_OUT, len(heldout))]
+        for kind, count in ((TRAINED, rows_needed(rows, order, pace)), (HELD_OUT, len(heldout))):
+            files = [(kind, number) for number in range(-(-count // cache.rows_of_file))]
+            missing += [(kind, number) for kind, number in files if not cache.path(kind, number).is_file()]
     cache, missing = ranks.broadcast((cache, missing))
     if missing and dense is not None:
         with console.stage("loading the dense model"):

@@ -1,6 +1,7 @@
 """Training on the runtime's tensor-parallel model. The ranks of a group work on the same rows, each with its slices;
 groups are data parallel (DDP)."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class TensorParallelTraining(TrainingModel):
         collectives: Collectives,
         data: Ranks,
         tensor: Ranks,
+        stored: Mapping[str, torch.dtype],
         *,
         weight_decay: float = 0.0,
     ) -> None:
@@ -54,7 +56,7 @@ class TensorParallelTraining(TrainingModel):
                 init_sync=False,
             )
         scored = None if teacher is None else teacher.scored_logits
-        super().__init__(accelerator, wrapped, scored, tp_size=tensor.size)
+        super().__init__(accelerator, wrapped, scored, stored, tp_size=tensor.size)
         self.optimizer = make_optimizer(self.parameters, weight_decay, fused=True)
         # The share of each row's squares that this rank counts, so that rows held by several ranks, or virtual ranks,
         # count once: [rows it holds].
@@ -144,5 +146,6 @@ def build_tensor_parallel(
         student, teacher = load(task.checkpoint, task.layout), None
         if task.teacher is not None and task.loads_teacher:
             teacher = load(task.teacher, Layout.dense(task.layout.num_layers), student.weights)
+    groups = collectives, data, tensor
     decay = options.weight_decay
-    return TensorParallelTraining(accelerator, student, teacher, collectives, data, tensor, weight_decay=decay)
+    return TensorParallelTraining(accelerator, student, teacher, *groups, task.stored, weight_decay=decay)

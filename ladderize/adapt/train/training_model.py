@@ -148,6 +148,7 @@ class TrainingModel(ABC):
     teacher: returns the dense model's logits where targets are scored; None where the batches have its answers, too.
     data_rank, data_size: this rank among those that share the rows of a step; tp_size ranks have the same rows.
     shapes, holders: of every trained tensor, by its name in a file; the parameters that this rank has of it.
+    stored: the dtypes in which OUT holds them; others are float32.
     vocabulary: the ranks that share it, and this one's part, as ``vocab_parallel_losses`` takes them.
     """
 
@@ -157,9 +158,15 @@ class TrainingModel(ABC):
     holders: Mapping[str, Sequence[Tensor]]
 
     def __init__(
-        self, accelerator: Accelerator, student: Any, teacher: Callable[[Batch], Tensor] | None, tp_size: int = 1
+        self,
+        accelerator: Accelerator,
+        student: Any,
+        teacher: Callable[[Batch], Tensor] | None,
+        stored: Mapping[str, torch.dtype],
+        tp_size: int = 1,
     ) -> None:
         self.accelerator, self.student, self.teacher, self.tp_size = accelerator, student, teacher, tp_size
+        self.stored = stored
         self.data_rank, self.data_size = accelerator.process_index // tp_size, accelerator.num_processes // tp_size
 
     @property
@@ -189,12 +196,12 @@ class TrainingModel(ABC):
         return self.accelerator.reduce(values, "sum") / self.tp_size
 
     @contextlib.contextmanager
-    def evaluating(self, stored: Mapping[str, torch.dtype]) -> Iterator[None]:
-        """Prepare for evaluation: no dropout, no gradients, and weights rounded to their ``stored`` dtypes, or float32;
-        a parameter of several tensors has the widest of theirs."""
+    def evaluating(self) -> Iterator[None]:
+        """Prepare for evaluation: no dropout, no gradients, and weights rounded to their ``stored`` dtypes; a parameter
+        of several tensors has the widest of theirs."""
         dtypes: dict[Tensor, torch.dtype] = {}
         for name in self.shapes:
-            dtype = stored.get(name, torch.float32)
+            dtype = self.stored.get(name, torch.float32)
             for parameter in self.holders[name]:
                 dtypes[parameter] = torch.promote_types(dtypes.get(parameter, dtype), dtype)
         kept: list[tuple[Tensor, Tensor]] = []
@@ -252,6 +259,7 @@ class HFTraining(TrainingModel):
         accelerator: Accelerator,
         student: Student,
         teacher: ScoredLogits | None,
+        stored: Mapping[str, torch.dtype],
         *,
         weight_decay: float = 0.0,
         micro_batch_size: int = 1,
@@ -270,7 +278,8 @@ class HFTraining(TrainingModel):
         # FSDP2 warns of views: a ladder layer returns the stream that it was given, and nothing writes into it.
         warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
         prepared, self.optimizer = accelerator.prepare(student, optimizer)
-        super().__init__(accelerator, prepared, None if teacher is None else place_teacher(teacher, accelerator))
+        scored = None if teacher is None else place_teacher(teacher, accelerator)
+        super().__init__(accelerator, prepared, scored, stored)
         named = accelerator.unwrap_model(prepared).model.named_parameters()
         trainable = {file_name(name): parameter for name, parameter in named if parameter.requires_grad}
         self.holders = {name: [parameter] for name, parameter in trainable.items()}

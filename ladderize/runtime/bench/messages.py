@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -84,19 +84,6 @@ class Recording(Observed):
             return self.inner.all_gather(x)
 
 
-class Sender(Protocol):
-    collectives: Collectives
-
-
-@dataclass(frozen=True)
-class ExpectedMessages:
-    """The all-reduces that a pass must complete."""
-
-    all_reduces: int
-    bytes: int  # of all together
-    vocabulary: int  # the number of first ones that are the embedding's, and do not count as the layers'
-
-
 def sent_sums(layout: Layout, ranks: int) -> int:
     """Return the sums of a forward pass: of sync points that send, and those within the groups of a virtual rank."""
     sums = sum(mode != DROPPED for mode in layout.modes)
@@ -115,17 +102,17 @@ def read_sums(layout: Layout, ranks: int) -> int:
 
 def expected_messages(
     shape: Shape, sums: int, itemsize: int, schedule: Schedule, rows: int, tokens: int
-) -> ExpectedMessages:
-    """Return the messages of a forward pass over ``rows`` x ``tokens`` with so many ``sums`` of the layers. The
-    embedding's are among them where ranks share it. Each chunk of the schedule sends its own."""
-    shared, chunks = int(not shape.replicate_vocab), schedule.parts(rows, tokens)
-    whole = rows * tokens * shape.hidden * itemsize
-    return ExpectedMessages(chunks * (sums + shared), (sums + shared) * whole, chunks * shared)
+) -> tuple[int, int]:
+    """Return the all-reduces of a forward pass over ``rows`` x ``tokens`` with so many ``sums`` of the layers, and the
+    bytes of all together. The embedding's are among them where ranks share it. Each chunk of the schedule sends its
+    own."""
+    sums += not shape.replicate_vocab
+    return schedule.parts(rows, tokens) * sums, sums * rows * tokens * shape.hidden * itemsize
 
 
 @contextlib.contextmanager
-def recorded(model: Sender) -> Iterator[Recording]:
-    """Record the messages of the model until the end of the block."""
+def recorded(model: Any) -> Iterator[Recording]:
+    """Record the messages of the model, which go over its ``collectives``, until the end of the block."""
     recording = Recording(model.collectives)
     model.collectives = recording
     try:
@@ -135,26 +122,24 @@ def recorded(model: Sender) -> Iterator[Recording]:
 
 
 def record_messages(
-    name: str, model: Sender, run: Iterator[None], expected: Mapping[str, ExpectedMessages]
+    name: str, model: Any, run: Iterator[None], expected: Mapping[str, tuple[int, int]]
 ) -> dict[str, list[Message]]:
     """Run one pass of each phase without CUDA graphs, and return its messages. Raises UserError unless all that are
     expected were sent and waited for."""
     messages = {}
     with recorded(model) as recording:
         next(run)
-        for phase, due in expected.items():
+        for phase, (due, due_bytes) in expected.items():
             recording.messages.clear()
             next(run)
             messages[phase] = [*recording.messages]
-            sums = [message for message in messages[phase] if message.collective == "all_reduce"]
+            sums = [message for message in recording.messages if message.collective == "all_reduce"]
             completed = [message.bytes for message in sums if message.completed]
-            if (len(completed), sum(completed)) != (due.all_reduces, due.bytes):
+            if (len(completed), sum(completed)) != (due, due_bytes):
                 raise UserError(
                     f"{name}: its {phase} completed {len(completed)} all-reduces of {sum(completed)} bytes, where the"
-                    f" layout asks for {due.all_reduces} of {due.bytes}: this is not the model that was asked for, so"
-                    " nothing was timed"
+                    f" layout asks for {due} of {due_bytes}: this is not the model that was asked for, so nothing was"
+                    " timed"
                 )
-            for message in sums[: due.vocabulary]:
-                message.vocabulary = True
         next(run, None)
     return messages

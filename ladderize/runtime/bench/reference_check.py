@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ladderize.blocks import Blocks, window_streams
 from ladderize.checkpoint.opening import open_checkpoint
-from ladderize.console import Console
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import BenchOptions
+from ladderize.runtime.bench.rounds import Benchmark
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.decode import Generator
 from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
@@ -61,13 +60,10 @@ def checked_specs(specs: list[ModelSpec], options: BenchOptions) -> list[ModelSp
     return [spec for spec in specs if is_checked and spec.folder is not None]
 
 
-def longest_checked(specs: list[ModelSpec], prompt_len: int) -> int:
+def longest_checked(spec: ModelSpec, prompt_len: int) -> int:
     """Return the number of elements of the check's longest message: hidden states of the texts, or logits."""
-    longest = 0
-    for spec in specs:
-        longer, _, steps = text_lengths(spec.positions, prompt_len)
-        states, logits = spec.config["hidden_size"] * (longer + steps), spec.config["vocab_size"] * PIECE
-        longest = max(longest, TEXTS * states, TEXTS * logits)
+    longer, _, steps = text_lengths(spec.positions, prompt_len)
+    longest: int = TEXTS * max(spec.config["hidden_size"] * (longer + steps), spec.config["vocab_size"] * PIECE)
     return longest
 
 
@@ -95,16 +91,9 @@ def _logits(spec: ModelSpec, device: torch.device, ids: Tensor, positions: list[
         return blocks.logits(stream[:, positions].to(device)).cpu()
 
 
-def check_models(
-    document: BenchDocument,
-    specs: list[ModelSpec],
-    collectives: Collectives,
-    weights: WeightCache,
-    group: Ranks,
-    console: Console,
-) -> None:
+def check_models(benchmark: Benchmark, specs: list[ModelSpec], collectives: Collectives, weights: WeightCache) -> None:
     """Compare checkpoints with their references, and note the differences or failures. All ranks call it."""
-    options = document.options
+    options, group, console = benchmark.document.options, benchmark.group, benchmark.console
     specs = checked_specs(specs, options)
     if not specs:
         return
@@ -126,9 +115,9 @@ def check_models(
                     generators.append(generator)
             outcome = check_against_reference(generators, reference, spec, group)
         if isinstance(outcome, str):
-            document.failed[spec.name] = outcome
+            benchmark.document.failed[spec.name] = outcome
         else:
-            document.checks[spec.name] = outcome
+            benchmark.document.checks[spec.name] = outcome
 
 
 def check_against_reference(

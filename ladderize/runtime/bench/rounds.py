@@ -3,7 +3,6 @@
 Disturbances of the machine hit all alike: the order is drawn anew for each round, and the paired bootstrap of the 95 %
 intervals keeps a round's times of both variants together."""
 
-import functools
 import random
 import statistics
 import time
@@ -20,16 +19,14 @@ from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import (
-    BASELINE_ROW,
     MODEL_ROW,
-    NO_COMM,
     BenchDocument,
     BenchRow,
     Overlap,
     PhaseCommunication,
     may_overlap,
 )
-from ladderize.runtime.bench.messages import Message, Sender, recorded
+from ladderize.runtime.bench.messages import Message, recorded
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.trace import cpu_flights, flights_of, gpu_flights, overlap_of, traced_events
 from ladderize.runtime.collectives.base import NoCommunication
@@ -60,7 +57,7 @@ class Variant:
 
     name: str
     spec: ModelSpec
-    model: Sender
+    model: Any  # which has ``collectives``
     run: Run
     silent: Run | None = None
     schedule: ScheduleName = "sequential"
@@ -71,12 +68,14 @@ class Variant:
     silent_samples: Samples = field(default_factory=dict)
     overlap: dict[str, Overlap] | None = None
 
-    @property
-    def kind(self) -> str:
-        return MODEL_ROW if self.name == self.spec.name else BASELINE_ROW
 
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark on one of its ranks. Each rank adds to a document of its own."""
 
-Alone = Callable[[Message, Variant], float]  # the ms of a message with nothing beside it
+    document: BenchDocument
+    group: Ranks
+    console: Console
 
 
 def variant_name(model: str, schedule: str, options: BenchOptions) -> str:
@@ -84,17 +83,16 @@ def variant_name(model: str, schedule: str, options: BenchOptions) -> str:
     return model if schedule == options.schedules[0] else f"{model} by the schedule {schedule}"
 
 
-def measure(
-    document: BenchDocument, open_variants: Callable[[int], list[Variant]], group: Ranks, console: Console
-) -> BenchDocument:
+def measure(benchmark: Benchmark, open_variants: Callable[[int], list[Variant]]) -> BenchDocument:
     """Time all batch sizes and return the finished document. All ranks call it.
 
     open_variants: returns what is timed at a batch size; those that fail a check are in ``document.failed`` instead.
     Raises UserError if all variants failed.
     """
+    document = benchmark.document
     for batch in document.options.batch_sizes:
         if variants := open_variants(batch):
-            time_models(document, variants, batch, group, console)
+            time_models(benchmark, variants, batch)
         del variants  # before the caches of the next batch size are made
     if not document.rows:
         raise UserError(f"{next(iter(document.failed.values()))}, so nothing was timed")
@@ -102,16 +100,13 @@ def measure(
     return document
 
 
-def time_models(document: BenchDocument, variants: list[Variant], batch: int, group: Ranks, console: Console) -> None:
+def time_models(benchmark: Benchmark, variants: list[Variant], batch: int) -> None:
     """Time the variants of one batch size, and add their rows to the document, which is reported then, and again with
     their traces. All ranks call it."""
+    document, group, console = benchmark.document, benchmark.group, benchmark.console
     options, earlier = document.options, [*document.rows]
-    alone = functools.partial(time_alone, document=document, group=group, console=console)
-    timed: list[tuple[Run, Samples]] = []
-    for variant in variants:
-        timed.append((variant.run, variant.samples))
-        if variant.silent is not None:
-            timed.append((variant.silent, variant.silent_samples))
+    timed = [(variant.run, variant.samples) for variant in variants]
+    timed += [(variant.silent, variant.silent_samples) for variant in variants if variant.silent is not None]
     shuffle = random.Random(options.seed)  # the same on every rank
     # nothing moves on the terminal while a sample is taken: the bar is drawn between rounds
     with console.progress(f"timing, batch {batch}", options.warmup + options.repeat) as advance:
@@ -137,7 +132,7 @@ def time_models(document: BenchDocument, variants: list[Variant], batch: int, gr
                         samples.setdefault(phase, []).append(milliseconds)
             advance(1)
     with console.stage("timing messages alone, making rows"):
-        document.rows[:] = [*earlier, *rows_of(document, variants, batch, alone)]
+        document.rows[:] = [*earlier, *rows_of(benchmark, variants, batch)]
     group.report(document)
     if options.profile is not None:
         with console.stage(f"profiling, traces in {options.profile}"):
@@ -145,8 +140,8 @@ def time_models(document: BenchDocument, variants: list[Variant], batch: int, gr
                 group.barrier()
                 stem = "".join(c if c.isalnum() or c in "+-." else "_" for c in Path(variant.name).name)
                 path = options.profile / f"{number}-{stem}-batch{batch}-rank{group.rank}.json"
-                variant.overlap = traced(variant, options, path, group.device, alone)
-        document.rows[:] = [*earlier, *rows_of(document, variants, batch, alone)]
+                variant.overlap = traced(benchmark, variant, path)
+        document.rows[:] = [*earlier, *rows_of(benchmark, variants, batch)]
         group.report(document)
 
 
@@ -159,13 +154,13 @@ def synchronize(device: torch.device) -> None:
 # ---- rows ----
 
 
-def rows_of(document: BenchDocument, variants: Sequence[Variant], batch: int, alone: Alone) -> Iterator[BenchRow]:
+def rows_of(benchmark: Benchmark, variants: Sequence[Variant], batch: int) -> Iterator[BenchRow]:
     """Yield the rows of timed variants; speed-ups are over the first. All ranks call it."""
-    options, shown = document.options, []
+    options, shown = benchmark.document.options, []
     for variant in variants:
         shown.append(variant)
         if variant.has_silent_row:
-            shown.append(replace(variant, name=NO_COMM, silent=None, overlap=None))
+            shown.append(replace(variant, name="no-comm baseline", silent=None, overlap=None))
             shown[-1].samples = variant.silent_samples
     total, counted, tokens = "end_to_end", "decode", batch
     if options.train:
@@ -175,19 +170,17 @@ def rows_of(document: BenchDocument, variants: Sequence[Variant], batch: int, al
         figures = timed_figures(variant.samples, variants[0].samples, options.passes, total)
         communication, bound_share = None, None
         if variant.silent is not None:
-            communication = {phase: waited(variant, phase, alone) for phase in options.passes}
+            communication = {phase: waited(benchmark, variant, phase) for phase in options.passes}
         if options.train:
             # a model's fastest step without communication, whatever the schedule
             rivals = [rival.silent_samples.values() for rival in variants if rival.spec is variant.spec]
             bound_share = min(sum(map(statistics.median, phases)) for phases in rivals) / figures["ms"][total]
         yield BenchRow(
             model=variant.name,
-            kind=variant.kind,
+            kind=MODEL_ROW if variant.name == variant.spec.name else "baseline, for timing only",
             schedule=variant.schedule,
             layout=str(layout),
-            attention_sync=list(layout.attention_sync),
-            mlp_sync=list(layout.mlp_sync),
-            sync_tp_size=layout.sync_tp_size,
+            **layout.to_config(),
             weights="random" if folder is None else str(folder),
             dtype=variant.spec.dtype,
             tp_size=options.ranks,
@@ -234,7 +227,7 @@ def _interval(values: Any) -> list[float]:
     return [float(low), float(high)]
 
 
-def waited(variant: Variant, phase: str, alone: Alone) -> PhaseCommunication:
+def waited(benchmark: Benchmark, variant: Variant, phase: str) -> PhaseCommunication:
     """Return the communication of a variant in a phase. All ranks call it."""
     times, silent = _medians(variant.samples[phase]), _medians(variant.silent_samples[phase])
     sums = [message.bytes for message in variant.messages[phase] if not message.vocabulary]
@@ -242,7 +235,7 @@ def waited(variant: Variant, phase: str, alone: Alone) -> PhaseCommunication:
         all_reduces=len(sums),
         bytes=sum(sums),
         no_communication_ms=float(silent[0]),
-        alone_ms=sum(alone(message, variant) for message in variant.messages[phase]),
+        alone_ms=sum(time_alone(benchmark, variant, message) for message in variant.messages[phase]),
         exposed_ms=float(times[0] - silent[0]),
         exposed_interval_ms=_interval(times - silent),
     )
@@ -251,10 +244,11 @@ def waited(variant: Variant, phase: str, alone: Alone) -> PhaseCommunication:
 # ---- messages with nothing beside them ----
 
 
-def time_alone(message: Message, variant: Variant, document: BenchDocument, group: Ranks, console: Console) -> float:
+def time_alone(benchmark: Benchmark, variant: Variant, message: Message) -> float:
     """Return the ms of a message with nothing beside it, measured when first asked for. All ranks call it. An emulated
     one takes on a CPU what its link says. A GPU's clock may tick too seldom for that, so that it is measured there,
     too, with a warning where it is far off."""
+    document, group = benchmark.document, benchmark.group
     link, size, over = document.link, message.bytes, message.over
     collectives = variant.model.collectives  # the message goes over them, or over a split of them
     label = message.collective
@@ -264,23 +258,23 @@ def time_alone(message: Message, variant: Variant, document: BenchDocument, grou
     label += f" of {size} bytes"
     if label in document.alone_ms:
         return document.alone_ms[label]
-    asked, seconds = None, 0.0
+    asked = None
     if link is not None and over is collectives:
-        asked = seconds = link.seconds(size * (over.ranks if message.collective == "all_gather" else 1))
-    if asked is None or group.device.type == "cuda":
-        content = torch.zeros(size, dtype=torch.uint8, device=group.device)
-        dtype = variant.spec.torch_dtype
-        content = content.view(torch.bfloat16 if size % dtype.itemsize else dtype)
+        asked = link.seconds(size * (over.ranks if message.collective == "all_gather" else 1))
+    seconds = asked or 0.0
+    is_sent = over.ranks > 1 and not isinstance(over, NoCommunication)
+    if is_sent and (asked is None or group.device.type == "cuda"):
+        dtype = variant.spec.torch_dtype if size % variant.spec.torch_dtype.itemsize == 0 else torch.bfloat16
+        content = torch.zeros(size // dtype.itemsize, dtype=dtype, device=group.device)
         communicate = getattr(over, message.collective)
 
         def back_to_back() -> None:
             for _ in range(ALONE_REPEAT):  # after a barrier ranks do not start at once
                 communicate(content)
 
-        if over.ranks > 1 and not isinstance(over, NoCommunication):
-            seconds = seconds_together(group, back_to_back, ALONE_REPEAT, ALONE_ROUNDS)
+        seconds = seconds_together(group, back_to_back, ALONE_REPEAT, ALONE_ROUNDS)
     if asked is not None and abs(seconds - asked) > FAR_FROM_LINK * asked + GRAPH_GAP:
-        console.warn(f"an emulated {label} took {1e6 * seconds:.1f} us on this GPU, not {1e6 * asked:.1f} us")
+        benchmark.console.warn(f"an emulated {label} took {1e6 * seconds:.1f} us on this GPU, not {1e6 * asked:.1f} us")
     if link is not None and not link.in_range(size):
         document.extrapolated_bytes = sorted({*(document.extrapolated_bytes or ()), size})
     document.alone_ms[label] = 1e3 * seconds
@@ -310,15 +304,14 @@ def seconds_together(group: Ranks, run: Callable[[], object], count: int, rounds
 # ---- traces ----
 
 
-def traced(
-    variant: Variant, options: BenchOptions, path: Path, device: torch.device, alone: Alone
-) -> dict[str, Overlap]:
+def traced(benchmark: Benchmark, variant: Variant, path: Path) -> dict[str, Overlap]:
     """Write the trace of a variant; return the overlap of each phase, with ``proven`` where there should be some."""
+    passes, device = benchmark.document.options.passes, benchmark.group.device
 
     def run_marked() -> None:
-        running = variant.run(min(TRACED_PASSES, options.passes.get("decode", 1)))
+        running = variant.run(min(TRACED_PASSES, passes.get("decode", 1)))
         next(running)
-        for phase in options.passes:
+        for phase in passes:
             with record_function(phase):
                 next(running)
                 synchronize(device)
@@ -330,13 +323,13 @@ def traced(
         flights = gpu_flights(events)
     else:
         sums = [message for message in recording.messages if message.collective == "all_reduce"]
-        flights = cpu_flights(events, [1e3 * alone(message, variant) for message in sums])
+        flights = cpu_flights(events, [1e3 * time_alone(benchmark, variant, message) for message in sums])
     if variant.model.collectives.ranks > 1 and any(variant.messages.values()) and not flights:
         raise UserError(
             f"--profile: messages were sent, but none of the kernels in {path} is known to be communication; please"
             " report their names"
         )
-    overlaps = {phase: overlap_of(flights_of(phase, flights, events)) for phase in options.passes}
+    overlaps = {phase: overlap_of(flights_of(phase, flights, events)) for phase in passes}
     for phase, overlap in overlaps.items():
         # ranks copy the messages of shared memory themselves: none is in flight
         is_seen = phase in variant.messages and recording.name != "shm"

@@ -1,7 +1,5 @@
 """The proof of overlap: a Chrome trace of a run, and the share of its communication that ran under compute."""
 
-import bisect
-import itertools
 import json
 import os
 import re
@@ -9,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -56,13 +55,15 @@ def traced_events(run: Callable[[], None], path: Path, device: torch.device, tra
     return events
 
 
+def spans_of(events: Iterable[dict[str, Any]], **named: str) -> list[tuple[float, float]]:
+    """Return the start and the end of the events whose entries are as ``named``, ascending."""
+    chosen = (event for event in events if named.items() <= event.items())
+    return sorted((event["ts"], event["ts"] + event["dur"]) for event in chosen)
+
+
 def flights_of(phase: str, flights: Iterable[Flight], events: Iterable[dict[str, Any]]) -> list[Flight]:
     """Return the messages that were started in a phase, which may have run several times."""
-    spans = [
-        (event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event.get("name") == phase and event.get("cat") == "user_annotation"
-    ]
+    spans = spans_of(events, name=phase, cat="user_annotation")
     return [flight for begin, end in spans for flight in flights if begin <= flight.start < end]
 
 
@@ -71,41 +72,36 @@ def overlap_of(flights: Sequence[Flight]) -> Overlap:
     return Overlap(in_flight / 1e3, covered / 1e3)
 
 
-def cpu_flights(events: Iterable[dict[str, Any]], alone: Sequence[float]) -> list[Flight]:
+def covered_between(
+    spans: Iterable[tuple[float, float]], begins: Sequence[float], ends: Sequence[float]
+) -> list[float]:
+    """Return how much of the time from each of ``begins`` to its end the ascending ``spans`` cover."""
+    edges, before = [0.0], [0.0]  # times, and how much is covered before them
+    for start, stop in spans:
+        start, stop = max(start, edges[-1]), max(stop, edges[-1])
+        edges += [start, stop]
+        before += [before[-1], before[-1] + stop - start]
+    covered: list[float] = (np.interp(ends, edges, before) - np.interp(begins, edges, before)).tolist()
+    return covered
+
+
+def cpu_flights(events: Sequence[dict[str, Any]], alone: Sequence[float]) -> list[Flight]:
     """Return the messages: the k-th start with the k-th wait and ``alone[k]`` microseconds. The time between a start
     and its wait is compute, but for the starts and waits of other messages."""
-    spans: dict[str, list[tuple[float, float]]] = {TRACED_START: [], TRACED_WAIT: []}
-    for event in events:
-        if event.get("name") in spans and event.get("ph") == "X":
-            spans[event["name"]].append((event["ts"], event["dur"]))
-    starts, waits = sorted(spans[TRACED_START]), sorted(spans[TRACED_WAIT])
-    talk = sorted(starts + waits)
-    begins = [begin for begin, _ in talk]
-    before = [0.0, *itertools.accumulate(duration for _, duration in talk)]  # sum of the first k
+    starts, waits = (spans_of(events, name=name, ph="X") for name in (TRACED_START, TRACED_WAIT))
+    begins, ends = [started for _, started in starts], [wait for wait, _ in waits]
+    talk = covered_between(sorted(starts + waits), begins, ends)
     flights = []
-    for (start, starting), (wait, waiting), time in zip(starts, waits, alone, strict=True):
-        stop = start + starting
-        compute = wait - stop - (before[bisect.bisect_left(begins, wait)] - before[bisect.bisect_left(begins, stop)])
-        flights.append(Flight(start, time, max(0.0, min(compute, time - starting - waiting))))
+    for (start, started), (wait, arrived), talked, time in zip(starts, waits, talk, alone, strict=True):
+        compute, not_blocked = wait - started - talked, time - (started - start) - (arrived - wait)
+        flights.append(Flight(start, time, max(0.0, min(compute, not_blocked))))
     return flights
 
 
 def gpu_flights(events: Iterable[dict[str, Any]]) -> list[Flight]:
     """Return the communication kernels, with the time in which any other kernel ran."""
-    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for event in events:
-        if event.get("cat") == "kernel" and event.get("ph") == "X":
-            spans[bool(COMMUNICATION_KERNELS.search(event["name"]))].append((event["ts"], event["ts"] + event["dur"]))
-    compute: list[tuple[float, float]] = []  # when any other kernel runs
-    for start, stop in sorted(spans[False]):
-        if compute and start <= compute[-1][1]:
-            start, last = compute.pop()
-            stop = max(last, stop)
-        compute.append((start, stop))
-    starts, stops = [start for start, _ in compute], [stop for _, stop in compute]
-    flights = []
-    for start, stop in sorted(spans[True]):
-        meanwhile = compute[bisect.bisect_right(stops, start) : bisect.bisect_left(starts, stop)]
-        covered = sum(min(stop, end) - max(start, begin) for begin, end in meanwhile)
-        flights.append(Flight(start, stop - start, covered))
-    return flights
+    kernels = [event for event in events if event.get("cat") == "kernel" and event.get("ph") == "X"]
+    spans = spans_of(event for event in kernels if COMMUNICATION_KERNELS.search(event["name"]))
+    others = spans_of(event for event in kernels if not COMMUNICATION_KERNELS.search(event["name"]))
+    covered = covered_between(others, [begin for begin, _ in spans], [end for _, end in spans])
+    return [Flight(begin, end - begin, under) for (begin, end), under in zip(spans, covered, strict=True)]

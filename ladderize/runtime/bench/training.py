@@ -7,19 +7,17 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ladderize.checkpoint.config import expected_tensors
-from ladderize.console import Console
+from ladderize.layout import APART
 from ladderize.ranks.device import avoid_cudnn_attention
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.messages import Message, Observed, expected_messages, read_sums, record_messages, sent_sums
-from ladderize.runtime.bench.plan import weights_key
-from ladderize.runtime.bench.rounds import Variant, synchronize, variant_name
+from ladderize.runtime.bench.rounds import Benchmark, Variant, synchronize, variant_name
 from ladderize.runtime.collectives.base import Collectives, Handle, NoCommunication
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
@@ -34,24 +32,18 @@ SMALL_TENSOR = 1e-3
 
 
 def open_steps(
-    specs: Sequence[ModelSpec],
-    open_step: "OpenStep",
-    collectives: Collectives,
-    document: BenchDocument,
-    group: Ranks,
-    console: Console,
-    rows: int,
+    benchmark: Benchmark, specs: Sequence[ModelSpec], open_step: "OpenStep", collectives: Collectives, rows: int
 ) -> list[Variant]:
     """Open every model with every schedule, and leave out those whose gradients are not the sequential schedule's.
     Raises UserError if one sends other messages than its layout asks for."""
-    options, variants = document.options, []
-    with console.stage(f"opening and checking the schedules, batch {rows}"):
+    document, group, variants = benchmark.document, benchmark.group, []
+    options = document.options
+    with benchmark.console.stage(f"opening and checking the schedules, batch {rows}"):
         for spec in specs:
             batch = Batch.random(spec.config["vocab_size"], rows, options.prompt_len, options.seed, group.device)
             expected = None
             if options.check:
-                blocking = open_step(spec, SEQUENTIAL, Blocking(collectives), batch)
-                expected = outcome_of(blocking.in_float32(), group)
+                expected = outcome_of(open_step(spec, SEQUENTIAL, Blocking(collectives), batch).in_float32())
             for schedule in options.timed_schedules:
                 step = open_step(spec, schedule, collectives, batch)
                 silent = open_step(spec, schedule, NoCommunication(collectives.ranks), batch)
@@ -59,7 +51,7 @@ def open_steps(
                 messages = step.recorded_messages(name)
                 if expected is not None:
                     title = f"{name}, {rows} rows"
-                    agreement = check_outcome(outcome_of(step.in_float32(), group), expected, group)
+                    agreement = check_outcome(outcome_of(step.in_float32()), expected, group)
                     if isinstance(agreement, str):
                         document.failed[title] = f"{title}: {agreement}"
                         continue
@@ -69,40 +61,57 @@ def open_steps(
     return variants
 
 
-class OfGroup(Collectives):
-    """The way of ``sum_partial_gradients``, which is another than the model's."""
+def step_opener(group: Ranks, ranks: int) -> "OpenStep":
+    """Return a function that opens steps of ``ranks`` ranks, real or emulated. Weights are read once for models that
+    share them."""
+    loaded: dict[object, TrainedWeights] = {}
+    avoid_cudnn_attention()  # as in training
 
-    def __init__(self, group: Ranks) -> None:
-        super().__init__(group.size)
-        self.group = group
+    def open_step(spec: ModelSpec, schedule: Schedule, collectives: Collectives, batch: Batch) -> ModelStep:
+        shape = Shape.from_config(spec.config, tp_size=ranks, rank=group.rank)
+        key = trained_key(spec, shape)
+        if key not in loaded:
+            source, trained = functools.partial(spec.reader, device=group.device), expected_tensors(spec.config)
+            loaded[key] = build_weights(
+                source, spec.config, shape, spec.layout, trained=frozenset(trained), compute=spec.torch_dtype
+            )
+        return ModelStep(spec, loaded[key], schedule, collectives, batch, group)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self.group.sum(x)
+    return open_step
 
 
-@dataclass
+def trained_key(spec: ModelSpec, shape: Shape) -> tuple[object, ...]:
+    """Return a key that is equal for models that share their weights, and how their gradients are summed: where a sum
+    is delayed or dropped, each rank knows only a part of the gradient of its bias."""
+    biases = (shape.decoder.o_bias, spec.layout.attention_sync), (shape.decoder.mlp_bias, spec.layout.mlp_sync)
+    apart = [has_bias and mode in APART for has_bias, modes in biases for mode in modes]
+    return *spec.weights_key(shape), tuple(apart)
+
+
 class ModelStep:
     """A model with a batch. ``group``: the ranks of ``collectives``, or this one alone where they are emulated."""
 
-    spec: ModelSpec
-    weights: TrainedWeights
-    schedule: Schedule
-    collectives: InitVar[Collectives]
-    batch: Batch
-    group: Ranks
-
-    def __post_init__(self, collectives: Collectives) -> None:
-        config, layout = self.spec.config, self.spec.layout
-        self.model = TPTraining(self.weights, config, layout, collectives, schedule=self.schedule)
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: TrainedWeights,
+        schedule: Schedule,
+        collectives: Collectives,
+        batch: Batch,
+        group: Ranks,
+    ) -> None:
+        self.spec, self.weights, self.batch, self.group = spec, weights, batch, group
+        self.model = TPTraining(weights, spec.config, spec.layout, collectives, schedule=schedule)
+        # there are other ranks, whose gradients are really summed
+        self.is_real = group.size > 1 and collectives.name != "none"
 
     def in_float32(self) -> "ModelStep":
         """Return the same step from the same weights, computed in float32."""
         weights = copy.copy(self.weights)
         weights.compute = torch.float32
-        spec = replace(self.spec, dtype="float32")
-        return replace(self, spec=spec, weights=weights, collectives=self.model.collectives)
+        return ModelStep(self.spec, weights, self.model.schedule, self.model.collectives, self.batch, self.group)
 
-    def run(self, passes: int = 1) -> Iterator[None]:
+    def run(self, passes: int) -> Iterator[None]:
         """Run a forward and a backward pass, as ``Variant.run`` does."""
         yield
         loss = self.forward()
@@ -112,11 +121,6 @@ class ModelStep:
         synchronize(self.group.device)
         yield
         self.weights.zero_grad(set_to_none=True)
-
-    @property
-    def is_real(self) -> bool:
-        """True where there are other ranks whose gradients are really summed."""
-        return self.group.size > 1 and self.model.collectives.name != "none"
 
     def forward(self) -> Tensor:
         sums: Tensor = self.model(self.batch)
@@ -133,45 +137,30 @@ class ModelStep:
     def recorded_messages(self, name: str) -> dict[str, list[Message]]:
         """Return the messages of each pass. Raises UserError for unexpected ones, with the step's name. The gradient of
         a sub-module's input is as large as the sum that it reads."""
-        shape, layout, itemsize = self.weights.shape, self.spec.layout, self.spec.torch_dtype.itemsize
-        carrier = OfGroup(self.group) if self.is_real else self.model.collectives
-        small = Message("all_reduce", carrier, 4 * self.weights.partial_numbers)
-        expected = {}
-        for phase, sums in (("forward", sent_sums), ("backward", read_sums)):
-            size = self.batch.input_ids.shape
-            due = expected_messages(shape, sums(layout, shape.tp_size), itemsize, self.schedule, *size)
-            expected[phase] = replace(due, vocabulary=0)
+        shape, layout, small = self.weights.shape, self.spec.layout, 4 * self.weights.partial_numbers
+        size = self.spec.torch_dtype.itemsize, self.model.schedule, *self.batch.input_ids.shape
+        forward = expected_messages(shape, sent_sums(layout, shape.tp_size), *size)
+        count, total = expected_messages(shape, read_sums(layout, shape.tp_size), *size)
         if self.model.collectives.ranks > 1 and not self.is_real:
-            due = expected["backward"]
-            expected["backward"] = replace(due, all_reduces=due.all_reduces + 1, bytes=due.bytes + small.bytes)
-        sent = record_messages(name, self.model, self.run(), expected)
+            count, total = count + 1, total + small
+        sent = record_messages(name, self.model, self.run(1), {"forward": forward, "backward": (count, total)})
         if self.is_real:
-            sent["backward"].append(small)
+            sent["backward"].append(Message("all_reduce", OfGroup(self.group), small))
         return sent
 
 
 OpenStep = Callable[[ModelSpec, Schedule, Collectives, Batch], ModelStep]
 
 
-def step_opener(group: Ranks, ranks: int) -> OpenStep:
-    """Return a function that opens steps of ``ranks`` ranks, real or emulated. Weights are read once for models that
-    share them."""
-    loaded: dict[object, TrainedWeights] = {}
-    avoid_cudnn_attention()  # as in training
+class OfGroup(Collectives):
+    """The way of ``sum_partial_gradients``, which is another than the model's."""
 
-    def open_step(spec: ModelSpec, schedule: Schedule, collectives: Collectives, batch: Batch) -> ModelStep:
-        shape = Shape.from_config(spec.config, tp_size=ranks, rank=group.rank)
-        key = weights_key(spec, shape, train=True)
-        if key not in loaded:
-            source, trained = (
-                functools.partial(spec.reader, device=group.device),
-                frozenset(expected_tensors(spec.config)),
-            )
-            compute = spec.torch_dtype
-            loaded[key] = build_weights(source, spec.config, shape, spec.layout, trained=trained, compute=compute)
-        return ModelStep(spec, loaded[key], schedule, collectives, batch, group)
+    def __init__(self, group: Ranks) -> None:
+        super().__init__(group.size)
+        self.group = group
 
-    return open_step
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.group.sum(x)
 
 
 # ---- the check ----
@@ -192,14 +181,14 @@ class Outcome:
     norm: float  # of all ranks' gradients
 
 
-def outcome_of(step: ModelStep, group: Ranks) -> Outcome:
+def outcome_of(step: ModelStep) -> Outcome:
     """Run ``step`` once and return its outcome. All ranks call it."""
     loss = step.forward()
     step.backward(loss)
     parameters = step.weights.named_parameters()
     gradients = {name: weight.grad.detach().clone() for name, weight in parameters if weight.grad is not None}
     step.weights.zero_grad(set_to_none=True)
-    squares = group.gather(sum(_norm(gradient) ** 2 for gradient in gradients.values()))
+    squares = step.group.gather(sum(_norm(gradient) ** 2 for gradient in gradients.values()))
     return Outcome(float(loss.detach()), gradients, sum(squares) ** 0.5)
 
 
@@ -223,12 +212,12 @@ def _worst(outcome: Outcome, wanted: Outcome) -> tuple[float, str]:
     a gradient that only one of the two has."""
     if missing := outcome.gradients.keys() ^ wanted.gradients.keys():
         return math.inf, min(missing)
-    differences = [
-        (_norm(outcome.gradients[name] - gradient) / max(_norm(gradient), SMALL_TENSOR * wanted.norm, 1e-30), name)
-        for name, gradient in wanted.gradients.items()
-    ]
-    numbers = [(math.inf if math.isnan(difference) else difference, name) for difference, name in differences]
-    return max(numbers, default=(0.0, ""))
+    worst = 0.0, ""
+    for name, gradient in wanted.gradients.items():
+        scale = max(_norm(gradient), SMALL_TENSOR * wanted.norm, 1e-30)
+        difference = _norm(outcome.gradients[name] - gradient) / scale
+        worst = max(worst, (math.inf if math.isnan(difference) else difference, name))
+    return worst
 
 
 def _norm(gradient: Tensor) -> float:

@@ -10,26 +10,24 @@ from ladderize.runtime.collectives.links import SLICED_BYTES
 
 
 class Handle:
-    """An all-reduce in flight. Its sum can be waited for once; a second wait raises RuntimeError."""
+    """An all-reduce in flight. Its sum can be waited for once; a second wait raises RuntimeError. ``adds``: ``finish``
+    takes what is to be added to the sum."""
 
-    __slots__ = ("_finish",)
+    __slots__ = ("_adds", "_finish")
 
-    def __init__(self, finish: Callable[..., Tensor]) -> None:
+    def __init__(self, finish: Callable[..., Tensor], *, adds: bool = False) -> None:
         self._finish: Callable[..., Tensor] | None = finish
+        self._adds = adds
 
-    def wait(self) -> Tensor:
-        """Wait for the sum and return it."""
-        return self._once()()
-
-    def wait_added(self, residual: Tensor | None) -> Tensor:
+    def wait(self, residual: Tensor | None = None) -> Tensor:
         """Wait for the sum, and return it, rounded, plus ``residual``; None: the sum alone."""
-        return self.wait() if residual is None else residual + self.wait()
-
-    def _once(self) -> Callable[..., Tensor]:
         finish, self._finish = self._finish, None
         if finish is None:
             raise RuntimeError("this all-reduce has been waited for already")
-        return finish
+        if self._adds:
+            return finish(residual)
+        total = finish()
+        return total if residual is None else residual + total
 
 
 class Collectives:
@@ -53,8 +51,7 @@ class Collectives:
         """Return the collectives of this rank's group of ``size`` neighbours, and those across such groups. All ranks
         call it. They are made the first time by ``make_split``, and end with this backend."""
         if size not in self.splits:
-            if self.make_split is None:
-                raise NotImplementedError(f"{self.name} has no groups within its ranks")
+            assert self.make_split is not None
             self.splits[size] = self.make_split(size)
         return self.splits[size]
 
@@ -67,14 +64,9 @@ class Collectives:
         return self.all_reduce_async(x).wait()
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return every rank's ``x`` [..., n] side by side: [..., ranks * n]."""
-        return x
-
-    def tidy(self) -> None:
-        """Free the buffers that are kept for many sizes of messages. All ranks call it, with no handle left to wait
-        for, before a pass whose sizes may be new."""
-        for collectives in self.parts:
-            collectives.tidy()
+        """Return every rank's ``x`` [..., n] side by side: [..., ranks * n]. Ranks that are not there have this one's,
+        and the message takes as long as an all-reduce of the result."""
+        return x if self.ranks == 1 else self.all_reduce(torch.cat([x] * self.ranks, -1))
 
     def settle(self) -> None:
         """Finish all communication of this backend, also receives that were posted ahead of their message. All ranks
@@ -119,11 +111,6 @@ class AcrossGroups(Collectives):
         return [self.peers]
 
 
-def side_by_side(x: Tensor, ranks: int) -> Tensor:
-    """Return the all-gather of a group that is not there."""
-    return torch.cat([x] * ranks, -1)
-
-
 class NoCommunication(Collectives):
     """Collectives that do nothing and take no time: the upper bound for any overlap. Results are wrong by design."""
 
@@ -131,6 +118,3 @@ class NoCommunication(Collectives):
 
     def split(self, size: int) -> Split:
         return Split(NoCommunication(size), NoCommunication(self.ranks // size))
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return side_by_side(x, self.ranks)

@@ -8,7 +8,6 @@ x is the residual stream as a sub-module reads it, a tensor of its own: the part
 (through the sub-module) stays apart from the part that all ranks have alike. The sum is taken before the norm, whose
 backward is linear in the gradient: a sub-module's whole backward sends one message."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,21 +19,12 @@ from ladderize.runtime.collectives.base import Collectives, Handle
 
 class Unadded:
     """The residual stream [batch, tokens, hidden] and a sum that is not added to it yet: who reads the stream first may
-    add it in a kernel that does something else, too."""
+    add it in a kernel that does something else, too. Then their total is the only one of ``summands``."""
 
-    __slots__ = ("summands", "total")
+    __slots__ = ("summands",)
 
     def __init__(self, stream: Tensor, added: Tensor) -> None:
-        self.summands: tuple[Tensor, Tensor] | None = (stream, added)
-        self.total: Tensor | None = None
-
-    def add_by(self, kernel: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        """Return what ``kernel`` makes of the stream beside the stream itself, with the sum. Only the first reader may
-        ask."""
-        assert self.summands is not None
-        self.total, made = kernel(*self.summands)
-        self.summands = None
-        return made
+        self.summands = [stream, added]
 
 
 Stream = Tensor | Unadded
@@ -44,10 +34,9 @@ def whole(stream: Stream) -> Tensor:
     """Return the stream with its sum."""
     if isinstance(stream, Tensor):
         return stream
-    if stream.total is None:
-        assert stream.summands is not None
-        stream.total, stream.summands = stream.summands[0] + stream.summands[1], None
-    return stream.total
+    if len(stream.summands) == 2:
+        stream.summands = [stream.summands[0] + stream.summands[1]]
+    return stream.summands[0]
 
 
 class PendingSum:
@@ -69,22 +58,18 @@ class PendingSum:
         else:
             self.handle = collectives.all_reduce_async(product)
 
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Return the residual stream with the sum and the bias, and the same as x."""
+    def wait(self, *, unadded: bool) -> tuple[Stream, Stream]:
+        """Return the residual stream with the sum and the bias, and the same as x. ``unadded``: leave the sum to the
+        stream's reader where nothing else is to be added."""
         if self.link is not None:
             after, x = _Wait.apply(self.link, self.bias, self.residual, self.sent)
             self.sent = self.residual = None
             return after, x
         residual = None if self.residual is None else whole(self.residual)
-        after = self.handle.wait_added(residual)
+        if unadded and residual is not None and self.bias is None:
+            return (Unadded(residual, self.handle.wait()),) * 2
+        after = self.handle.wait(residual)
         return (after if self.bias is None else after + self.bias,) * 2
-
-    def wait_unadded(self) -> tuple[Stream, Stream]:
-        """Return what ``wait`` does, but leave the sum to the stream's reader where nothing else is to be added."""
-        if self.residual is None or self.bias is not None or self.link is not None:
-            return self.wait()
-        stream = Unadded(whole(self.residual), self.handle.wait())
-        return stream, stream
 
 
 class _Link:
@@ -174,17 +159,3 @@ class _Wait(Function):
             link.handle = link.collectives.all_reduce_async(of_x.contiguous())
         # the nodes before this one find their gradients in the link: autograd never touches a message on its way
         return (None,) * 4
-
-
-class ShareOfGradient(Function):
-    """A function that passes a value on, and the part ``share`` of its gradient. It is for values that all ranks add
-    alike, where gradients are summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
-        ctx.share = share
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.share, None

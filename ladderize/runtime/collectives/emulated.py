@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ladderize.errors import UserError
-from ladderize.runtime.collectives.base import AcrossGroups, Collectives, Handle, Split, side_by_side
+from ladderize.runtime.collectives.base import AcrossGroups, Collectives, Handle, Split
 from ladderize.runtime.collectives.gpu import OnStream
 from ladderize.runtime.collectives.links import Interconnect, Link
 from ladderize.runtime.native.library import why_no_triton
@@ -40,9 +40,6 @@ class Emulated(Collectives):
 
         return Handle(finish)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        return self.all_reduce_async(side_by_side(x, self.ranks)).wait()
-
 
 class EmulatedOnGpu(OnStream):
     """Emulated collectives on a GPU: a kernel that idles on a communication stream. CUDA graphs can capture it."""
@@ -56,9 +53,6 @@ class EmulatedOnGpu(OnStream):
 
     def reduce(self, x: Tensor, total: Tensor) -> None:
         self.idle(round(self.link.seconds(x.nbytes) * 1e9))
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return self.all_reduce_async(side_by_side(x, self.ranks)).wait()
 
 
 def idle_on_gpu() -> Callable[[int], None]:

@@ -41,7 +41,10 @@ class Gloo(Collectives):
         return Handle(finish)
 
     def _swap(self, x: Tensor) -> Handle:
-        free = self.free.setdefault((x.shape, x.dtype), deque())
+        size = x.shape, x.dtype
+        if size not in self.free and len(self.free) >= MOST_SIZES:  # at the same message on both ranks
+            self._complete()
+        free = self.free.setdefault(size, deque())
         while len(free) < 2:  # so that the one to be used next has been listening for a while
             self.swaps += 1  # ranks swap in the same order, so they count alike
             free.append(_Swap(self.group, self.peer, self.swaps, torch.empty_like(x)))
@@ -49,11 +52,11 @@ class Gloo(Collectives):
         sending: Any = swap.send(x)
 
         def finish() -> Tensor:
-            theirs = swap.received()
+            swap.receiving.wait()
             sending.wait()  # before x changes: its end may not have left yet
-            x.add_(theirs)  # a sum of two is the same bits in either order
+            x.add_(swap.buffer)  # a sum of two is the same bits in either order
             swap.listen()
-            free.append(swap)
+            self.free.setdefault(size, deque()).append(swap)
             return x
 
         return Handle(finish)
@@ -63,17 +66,15 @@ class Gloo(Collectives):
         dist.all_gather(messages, x.contiguous(), group=self.group)
         return torch.cat(messages, -1)
 
-    def tidy(self) -> None:
-        super().tidy()
-        if len(self.free) > MOST_SIZES:
-            self.settle()
-
     def settle(self) -> None:
-        """Complete all posted receives."""
         super().settle()
+        self._complete()
+
+    def _complete(self) -> None:
+        """Complete the posted receives that no message is on its way to."""
         for swap in [swap for free in self.free.values() for swap in free]:
             sending: Any = swap.send(torch.zeros_like(swap.buffer))
-            swap.received()
+            swap.receiving.wait()
             sending.wait()
         self.free.clear()
 
@@ -92,7 +93,3 @@ class _Swap:
 
     def send(self, x: Tensor) -> Any:
         return dist.isend(x, group=self.group, group_dst=self.peer, tag=self.tag)
-
-    def received(self) -> Tensor:
-        self.receiving.wait()
-        return self.buffer

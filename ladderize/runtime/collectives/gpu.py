@@ -46,14 +46,12 @@ class OnStream(Collectives):
         with torch.cuda.stream(self.stream):
             self.reduce(x, total)
             through = self.stream.record_event()
-        return Handle(lambda message=x: _ready(message, total, through))  # type: ignore[misc]
 
+        def finish(message: Tensor = x) -> Tensor:  # which is held until here
+            torch.cuda.current_stream().wait_event(through)  # and for none that was sent behind it
+            return total
 
-def _ready(message: Tensor, total: Tensor, through: torch.cuda.Event) -> Tensor:
-    """Return ``total`` after the current stream was told to wait for this message, which is held until here, and for
-    none that was sent behind it."""
-    torch.cuda.current_stream().wait_event(through)
-    return total
+        return Handle(finish)
 
 
 class Nccl(OnStream):

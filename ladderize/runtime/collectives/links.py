@@ -113,18 +113,21 @@ class Interconnect(Record):
 
     def check(self, where: str) -> None:
         """Raise UserError, which begins with ``where``, for figures that no link has."""
-        counts = [row.ranks for row in self.rows]
-        if bool(counts) == (self.any_ranks is not None) or counts != sorted(set(counts)) or min(counts, default=2) < 2:
+        counts, any_ranks = [row.ranks for row in self.rows], self.any_ranks
+        if bool(counts) == (any_ranks is not None) or counts != sorted(set(counts)) or min(counts, default=2) < 2:
             raise UserError(f"{where} needs rows of 2 ranks or more, ascending, or else any_ranks, and not both")
-        _check_figure(f"{where}: contention", self.contention, 0, 0.99)
-        _check_figure(f"{where}: relative_error", self.relative_error, 0, 1)
+        figures: list[tuple[str, float | None, float, float]]
+        figures = [("contention", self.contention, 0, 0.99), ("relative_error", self.relative_error, 0, 1)]
         for row in self.rows:
-            _check_figure(f"{where}: {row.ranks} ranks: alpha_us", row.alpha_us, 0, LONGEST_US)
-            _check_figure(f"{where}: {row.ranks} ranks: bus_gb_s", row.bus_gb_s, SLOWEST_GB_S, 1e9)
-            _check_figure(f"{where}: {row.ranks} ranks: max_bytes", row.max_bytes, row.min_bytes, math.inf)
-        if self.any_ranks is not None:
-            _check_figure(f"{where}: alpha_us", self.any_ranks.alpha_us, 0, LONGEST_US)
-            _check_figure(f"{where}: beta_gb_s", self.any_ranks.beta_gb_s, SLOWEST_GB_S, 1e9)
+            figures.append((f"{row.ranks} ranks: alpha_us", row.alpha_us, 0, LONGEST_US))
+            figures.append((f"{row.ranks} ranks: bus_gb_s", row.bus_gb_s, SLOWEST_GB_S, 1e9))
+            figures.append((f"{row.ranks} ranks: max_bytes", row.max_bytes, row.min_bytes, math.inf))
+        if any_ranks is not None:
+            figures.append(("alpha_us", any_ranks.alpha_us, 0, LONGEST_US))
+            figures.append(("beta_gb_s", any_ranks.beta_gb_s, SLOWEST_GB_S, 1e9))
+        for name, value, least, most in figures:
+            if value is not None and not least <= value <= most:
+                raise UserError(f"{where}: {name} is {value:g}, but must be between {least:g} and {most:g}; correct it")
 
     def at(self, ranks: int) -> Link:
         """Return the link of a group of ``ranks``. Raises UserError for ranks that are no whole groups. Between the
@@ -185,11 +188,6 @@ def _least(*sizes: int | None) -> int | None:
     return min((size for size in sizes if size is not None), default=None)
 
 
-def _check_figure(name: str, value: float | None, least: float, most: float) -> None:
-    if value is not None and not least <= value <= most:
-        raise UserError(f"{name} is {value:g}, but must be between {least:g} and {most:g}; correct it")
-
-
 def ring_share(ranks: int) -> float:
     """Return the share of a message's bytes that a ring's all-reduce carries over each of its links."""
     return 2 * (ranks - 1) / ranks
@@ -208,15 +206,11 @@ def read_interconnect(text: str, option: str = "--link") -> Interconnect:
         interconnect = Interconnect.from_dict(read_section(Path(text), "link", option), where)
         interconnect.check(where)
         return interconnect
-    first, comma, second = text.partition(",")
-    if not comma:
-        raise UsageError(
-            f"{option} {text!r} is neither ALPHA_US,BETA_GB_S nor one of {', '.join(sorted(interconnects))}, nor a file"
-        )
     try:
-        alpha, beta = float(first), float(second)
+        alpha, beta = map(float, text.split(","))
     except ValueError:
-        raise UsageError(f"{option} {text!r} is not ALPHA_US,BETA_GB_S, such as 20,100") from None
+        names = ", ".join(sorted(interconnects))
+        raise UsageError(f"{option} {text!r} is neither ALPHA_US,BETA_GB_S nor one of {names}, nor a file") from None
     if not (0 <= alpha <= LONGEST_US and beta >= SLOWEST_GB_S):
         raise UsageError(
             f"{option} {text!r}: alpha must be from 0 to {LONGEST_US:g} us, beta at least {SLOWEST_GB_S:g} GB/s"
@@ -227,12 +221,13 @@ def read_interconnect(text: str, option: str = "--link") -> Interconnect:
 
 def known_interconnects() -> dict[str, Interconnect]:
     """Return the links of links.csv by name."""
+    table: dict[str, list[dict[str, str]]] = {}
     with LINK_TABLE.open(encoding="utf-8") as file:
         rows_of_all = csv.DictReader(line for line in file if not line.startswith("#"))
-        table = sorted(rows_of_all, key=lambda line: int(line["ranks"]))
+        for line in sorted(rows_of_all, key=lambda line: int(line["ranks"])):
+            table.setdefault(line["name"], []).append(line)
     links = {}
-    for name in dict.fromkeys(line["name"] for line in table):
-        lines = [line for line in table if line["name"] == name]
+    for name, lines in table.items():
         rows = []
         for line in lines:
             ranks, sizes = int(line["ranks"]), (int(line["min_bytes"]), int(line["max_bytes"]))

@@ -6,6 +6,7 @@ the slot before the counter. x86 guarantees both; the C library ends its non-tem
 access below is a separate call into compiled code, which no compiler moves. Counters are aligned 8-byte words, each on
 a cache line of its own and written by one rank only. Other architectures need fences, which Python cannot issue."""
 
+import functools
 import mmap
 import multiprocessing
 import os
@@ -32,15 +33,7 @@ LEAST_SLOTS = 4
 LINE = 128  # bytes between counters: two cache lines, which adjacent-line prefetch pairs
 MOST_VIEWS = 64  # shapes of messages whose views are kept
 SPINS, YIELD_SECONDS = 2000, 1.0
-
-
-class _SharedHandle(Handle):
-    """An all-reduce whose sum is added to the stream while it is taken."""
-
-    __slots__ = ()
-
-    def wait_added(self, residual: Tensor | None) -> Tensor:
-        return self._once()(residual)
+WRITTEN, READ = 0, 1  # kinds of counters
 
 
 class SharedMemory(Collectives):
@@ -60,18 +53,20 @@ class SharedMemory(Collectives):
         header = _round_up(2 * group.size * LINE)
         size = header + slots * group.size * self.slot_bytes
         memory = self._attach(group, size)
-        counters = memoryview(memory).cast("q")
-        step = LINE // 8
-        # written[r]: messages that rank r has put into its slots; read[r]: messages that it is done with
-        self.written = [counters[r * step : r * step + 1] for r in range(group.size)]
-        self.read = [counters[(group.size + r) * step : (group.size + r) * step + 1] for r in range(group.size)]
-        self.messages = torch.frombuffer(memory, dtype=torch.uint8)[header:].view(slots, group.size, self.slot_bytes)
+        # of each rank, the messages that it has put into its slots (WRITTEN), and those that it is done with (READ)
+        self.counters = memoryview(memory)[: 2 * group.size * LINE].cast("q", (2, group.size, LINE // 8))
+        messages = torch.frombuffer(memory, dtype=torch.uint8)[header:].view(slots, group.size, self.slot_bytes)
         self.peers = [r for r in range(group.size) if r != group.rank]
         kernels = agreed_kernels(group)
         self.kernels = None if isinstance(kernels, str) else kernels
         self.threads = torch.get_num_threads()
-        # views of each slot for each shape of message, made once: a view costs as much as copying a small message
-        self.views: dict[tuple[torch.Size, torch.dtype], list[list[Tensor]]] = {}
+
+        def views(shape: torch.Size, dtype: torch.dtype) -> list[list[Tensor]]:
+            size = shape.numel() * dtype.itemsize
+            return [[*slot[:, :size].view(dtype).view(group.size, *shape)] for slot in messages]
+
+        # of each slot the messages, one for each rank: a view costs as much as copying a small message
+        self.views = functools.lru_cache(MOST_VIEWS)(views)
 
     @staticmethod
     def problem(
@@ -120,41 +115,26 @@ class SharedMemory(Collectives):
 
     def _post(self, x: Tensor) -> tuple[list[Tensor], int]:
         """Put ``x`` into the next slot; return that slot's messages, one for each rank, and the message's number."""
-        key = (x.shape, x.dtype)
-        views = self.views.get(key)
-        if views is None:
-            size = x.nbytes
-            if size > self.slot_bytes:
-                raise RuntimeError(f"a message of {size} bytes is over the {self.slot_bytes} that were announced")
-            views = [[*slot[:, :size].view(x.dtype).view(self.ranks, *x.shape)] for slot in self.messages]
-            self.views[key] = views
+        if x.nbytes > self.slot_bytes:
+            raise RuntimeError(f"a message of {x.nbytes} bytes is over the {self.slot_bytes} that were announced")
         number, slots = self.sent + 1, self.slots
         if number > slots:
             if self.received < number - slots:
                 raise RuntimeError(f"more than {slots} messages are in flight")
-            for peer in self.peers:
-                if self.read[peer][0] < number - slots:
-                    self._await(self.read, peer, number - slots)
-        messages = views[number % slots]
+            self._await(READ, number - slots)
+        messages = self.views(x.shape, x.dtype)[number % slots]
         messages[self.rank].copy_(x)
-        self.written[self.rank][0] = self.sent = number
+        self.counters[WRITTEN, self.rank, 0] = self.sent = number
         return messages, number
 
     def _take(self, number: int) -> None:
         """Wait until every peer's message ``number`` is there."""
         if number != self.received + 1:
             raise RuntimeError(f"message {number} was waited for before message {self.received + 1}")
-        for peer in self.peers:
-            if self.written[peer][0] < number:
-                self._await(self.written, peer, number)
+        self._await(WRITTEN, number)
 
     def _done(self, number: int) -> None:
-        self.read[self.rank][0] = self.received = number
-
-    def tidy(self) -> None:
-        super().tidy()
-        if len(self.views) > MOST_VIEWS:
-            self.views.clear()
+        self.counters[READ, self.rank, 0] = self.received = number
 
     def all_reduce_async(self, x: Tensor) -> Handle:
         messages, number = self._post(x)
@@ -165,7 +145,7 @@ class SharedMemory(Collectives):
             self._done(number)
             return total
 
-        return _SharedHandle(finish)
+        return Handle(finish, adds=True)  # to the stream, while the sum is taken
 
     def _sum(self, messages: list[Tensor], residual: Tensor | None) -> Tensor:
         """Sum in rank order on every rank, so that all hold the same bits; round once."""
@@ -188,37 +168,34 @@ class SharedMemory(Collectives):
         self._done(number)
         return gathered
 
-    def _await(self, counters: list[memoryview], peer: int, number: int) -> None:
-        """Wait until rank ``peer``'s counter reaches ``number``: first spin, then yield the core."""
-        counter = counters[peer]
-        for _ in range(SPINS):
-            if counter[0] >= number:
-                return
-        # counted, not read off the clock: a whole group that Ctrl-Z stopped must not time out
-        checks, limit_s = 0, int(SAME_WORK_TIMEOUT.total_seconds())
-        check_at = time.monotonic() + YIELD_SECONDS
-        while counter[0] < number:
-            os.sched_yield()
-            if time.monotonic() > check_at:
-                check_at, checks = time.monotonic() + YIELD_SECONDS, checks + 1
-                self._check_alive(peer)
-                if checks * YIELD_SECONDS >= limit_s:
-                    raise UserError(
-                        f"rank {peer} (process {self.pids[peer]}) lives but has sent nothing for {limit_s} s, so this"
-                        " rank stops too; see whether something has stopped it (SIGSTOP, a debugger)"
-                    )
+    def _await(self, kind: int, number: int) -> None:
+        """Wait until every peer's counter of ``kind`` reaches ``number``: first spin, then yield the core."""
+        for peer in self.peers:
+            spins = 0
+            while spins < SPINS and self.counters[kind, peer, 0] < number:
+                spins += 1
+            # counted, not read off the clock: a whole group that Ctrl-Z stopped must not time out
+            checks, check_at = 0, time.monotonic() + YIELD_SECONDS
+            while self.counters[kind, peer, 0] < number:
+                os.sched_yield()
+                if time.monotonic() > check_at:
+                    checks, check_at = checks + 1, time.monotonic() + YIELD_SECONDS
+                    self._check(peer, checks * YIELD_SECONDS)
 
-    def _check_alive(self, peer: int) -> None:
+    def _check(self, peer: int, waited_s: float) -> None:
+        """Raise UserError if a rank that is waited for has died, or does nothing for too long."""
+        rank, limit_s = f"rank {peer} (process {self.pids[peer]})", int(SAME_WORK_TIMEOUT.total_seconds())
         try:
-            os.kill(self.pids[peer], 0)
-            state = Path(f"/proc/{self.pids[peer]}/stat")
-            alive = not state.exists() or state.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-        except ProcessLookupError:
-            alive = False
-        except PermissionError:
-            alive = True
-        if not alive:
-            raise UserError(f"rank {peer} (process {self.pids[peer]}) has died; this rank stops too")
+            state = Path(f"/proc/{self.pids[peer]}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            state = "X"
+        if state in ("X", "Z"):
+            raise UserError(f"{rank} has died; this rank stops too")
+        if waited_s >= limit_s:
+            raise UserError(
+                f"{rank} lives but has sent nothing for {limit_s} s, so this rank stops too; see whether something has"
+                " stopped it (SIGSTOP, a debugger)"
+            )
 
 
 def remove_segments(starter: int) -> None:

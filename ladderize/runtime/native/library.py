@@ -8,9 +8,7 @@ import hashlib
 import os
 import platform
 import shutil
-import signal
 import subprocess
-import tempfile
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from ladderize.console import sentence
 from ladderize.errors import UserError
+from ladderize.files.output import replacement, temporary_folder
 from ladderize.ranks.group import Ranks
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -104,14 +103,13 @@ def kernels() -> ctypes.CDLL | str:
             return f"no C++ compiler was found ({', '.join(COMPILERS)})"
         made_of = (SOURCE.read_text(encoding="utf-8"), compiler, *FLAGS, _cpu())
         name = f"kernels-{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:24]}.so"
-        folder = _cache_folder()
-        if folder is None:
-            with tempfile.TemporaryDirectory(prefix="ladderize-kernels-") as temporary:
-                return _loaded(_compile(compiler, Path(temporary) / name))
-        if (folder / name).exists():
-            with contextlib.suppress(OSError):  # damaged: it is made anew
-                return _loaded(folder / name)
-        return _loaded(_compile(compiler, folder / name))
+        with temporary_folder("kernels") as temporary:
+            path = (_cache_folder() or temporary) / name
+            if path.exists():
+                with contextlib.suppress(OSError):  # damaged: it is made anew
+                    return _loaded(path)
+            _compile(compiler, path)
+            return _loaded(path)
     except UserError as error:
         return str(error)
     except OSError as error:
@@ -127,33 +125,25 @@ def _loaded(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _compile(compiler: str, path: Path) -> Path:
+def _compile(compiler: str, path: Path) -> None:
     """Compile the kernels to ``path``, whole or not at all, also where several ranks do it at once."""
-    descriptor, made = tempfile.mkstemp(prefix=".kernels-", suffix=".so", dir=path.parent)
-    os.close(descriptor)
-    try:
-        with subprocess.Popen(
-            [*compiler.split(), *FLAGS, str(SOURCE), "-o", made],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env={**os.environ, "LC_ALL": "C"},
-            start_new_session=True,
-        ) as process:
-            try:
-                _, said = process.communicate(timeout=SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # a compiler is several processes
-                raise UserError(f"{compiler} did not end within {SECONDS} s") from None
-        if process.returncode:
-            first = next((line for line in said.splitlines() if "error" in line), f"exit code {process.returncode}")
+    with replacement(path) as made:
+        try:
+            done = subprocess.run(
+                [*compiler.split(), *FLAGS, str(SOURCE), "-o", made.name],
+                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                errors="replace",
+                env={**os.environ, "LC_ALL": "C"},
+                timeout=SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{compiler} did not end within {SECONDS} s") from None
+        if done.returncode:
+            lines = done.stderr.splitlines()
+            first = next((line for line in lines if "error" in line), f"exit code {done.returncode}")
             raise UserError(f"{compiler} cannot compile kernels.cpp: {first.strip()}")
-        os.replace(made, path)
-    finally:
-        Path(made).unlink(missing_ok=True)
-    return path
 
 
 def _cache_folder() -> Path | None:
@@ -171,9 +161,7 @@ def _cache_folder() -> Path | None:
 
 def _cpu() -> str:
     """Return the facts that -march=native depends on: several machines may share a home folder."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     facts = [line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))]
     return "\n".join([platform.machine(), *facts[:2]])

@@ -165,27 +165,12 @@ def rotate_and_store(
     turns = None if rope is None else torch.view_as_real(rope.contiguous())
     first, indices = (columns, None) if isinstance(columns, int) else (0, columns.contiguous())
     together, half = triton.next_power_of_2(heads + 2 * kv_heads), triton.next_power_of_2(max(1, dim // 2))
+    rope_row = tokens * dim if turns is not None and turns.shape[0] > 1 else 0
     _rotate_and_store[(batch * tokens,)](
-        qkv,
-        norms,
-        turns,
-        indices,
-        query,
-        keys,
-        values,
-        tokens,
-        first,
-        tokens * dim if turns is not None and turns.shape[0] > 1 else 0,
-        eps,
-        *keys.stride()[:3],
-        heads,
-        kv_heads,
-        dim,
-        together,
-        half,
-        norms is not None,
-        turns is not None,
-        indices is not None,
+        *(qkv, norms, turns, indices, query, keys, values),
+        *(tokens, first, rope_row, eps, *keys.stride()[:3]),
+        *(heads, kv_heads, dim, together, half),
+        *(norms is not None, turns is not None, indices is not None),
         num_warps=_warps(together * half),
     )
     return query
@@ -281,24 +266,11 @@ def attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
     splits, wide = triton.cdiv(length, columns), max(16, triton.next_power_of_2(dim))
     outputs = torch.empty(batch, heads, splits, dim, dtype=torch.float32, device=query.device)
     logs = torch.empty(batch, heads, splits, dtype=torch.float32, device=query.device)
+    group, mask_row = heads // kv_heads, mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0
     _attend_split[(batch, kv_heads, splits)](
-        query,
-        keys,
-        values,
-        mask,
-        outputs,
-        logs,
-        length,
-        columns,
-        scale,
-        mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0,
-        *keys.stride()[:3],
-        heads // kv_heads,
-        dim,
-        wide,
-        mask is not None,
-        max(TILE_QUERIES, triton.next_power_of_2(heads // kv_heads)),
-        TILE_COLUMNS,
+        *(query, keys, values, mask, outputs, logs),
+        *(length, columns, scale, mask_row, *keys.stride()[:3]),
+        *(group, dim, wide, mask is not None, max(TILE_QUERIES, triton.next_power_of_2(group)), TILE_COLUMNS),
         num_stages=stages(wide, keys.element_size()),
     )
     out = torch.empty(batch, 1, heads * dim, dtype=query.dtype, device=query.device)

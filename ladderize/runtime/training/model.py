@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ladderize.checkpoint.config import most_positions
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.differentiable import Stream, whole
-from ladderize.runtime.decode import GrowingRope, rope_table
+from ladderize.runtime.decode import rope_table
 from ladderize.runtime.kv_cache import KVCache, NoCache
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
@@ -53,15 +52,17 @@ class TPTraining(LossModule):
         self.schedule, self.recompute = schedule, gradient_checkpointing
         self.shape = weights.shape
         self.vocabulary = collectives, self.shape.vocab_start, self.shape.vocab
-        self.rope = GrowingRope(dict(config), most_positions(config), weights.norm.device)
+        self.config, self.rope = dict(config), rope_table(dict(config), 1, weights.norm.device)
 
     def scored_logits(self, batch: Batch) -> Tensor:
         """Return this rank's columns of the logits where a target counts: [tokens that count, own vocab]."""
-        self.collectives.tidy()
         used = UsedWeights(self.weights)
         model = _TrainedLlama(self.shape, self.layout, used, self.collectives, recompute=self.recompute)
-        rope = self.rope(batch.input_ids.shape[1])[batch.position_ids].unsqueeze(2)
-        step = Step(rope, 0, 0, batch.mask, causal=batch.mask is None)
+        tokens = batch.input_ids.shape[1]
+        if len(self.rope) < tokens:  # it grows few times; configs promise millions of positions, of which few are used
+            self.rope = rope_table(self.config, 1 << (tokens - 1).bit_length(), self.rope.device)
+        factors = self.rope[batch.position_ids].unsqueeze(2)
+        step = Step(factors, 0, 0, batch.mask, causal=batch.mask is None)
         cache = NoCache(self.weights.compute, batch.input_ids.device)
         return model.head(batch.scored_states(model.forward(batch.input_ids, step, cache, self.schedule)))
 

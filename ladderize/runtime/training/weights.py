@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ladderize.checkpoint.config import EMBEDDING, HEAD
 from ladderize.layout import APART, Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm, Weights, WideRMSNorm
+from ladderize.runtime.layers import Linear, RMSNorm, Sublayer, Weights
 from ladderize.runtime.loader import Read, load_weights, unpair_rope_rows
-from ladderize.runtime.shards import Shape, rank_shape
+from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.linear import LaterLinear, WeightGradient
 
 ALL = slice(None)
@@ -57,16 +57,15 @@ class TrainedLinear(nn.Module):
 
 
 class TrainedSublayer(nn.Module):
-    """An attention or an MLP: its norms, the bias behind its sum, and its products, of each virtual rank."""
+    """The parameters of a ``Sublayer``."""
 
-    def __init__(self, weights: Any, *products: str) -> None:
+    def __init__(self, weights: Sublayer) -> None:
         super().__init__()
+        self.layer, self.shape = weights.layer, weights.shape
         self.norm, self.bias = _parameter(weights.norm.weight), _parameter(weights.bias)
-        for name in products:
-            setattr(self, name, nn.ModuleList(map(TrainedLinear, getattr(weights, name))))
-        norms = getattr(weights, "head_norms", None)
-        self.q_norm = None if norms is None else _parameter(norms.query)
-        self.k_norm = None if norms is None else _parameter(norms.key)
+        self.column_parallel = nn.ModuleList(map(TrainedLinear, weights.column_parallel))
+        self.row_parallel = nn.ModuleList(map(TrainedLinear, weights.row_parallel))
+        self.q_norm, self.k_norm = _parameter(weights.q_norm), _parameter(weights.k_norm)
 
 
 class TrainedWeights(nn.Module):
@@ -87,13 +86,12 @@ class TrainedWeights(nn.Module):
             pad = pad_id % shape.vocab - shape.vocab_start  # a number below 0 counts from the end
             self.own_pad = pad if 0 <= pad < shape.own_vocab else None
         self.embed = _parameter(weights.embed)
-        self.attentions = nn.ModuleList(TrainedSublayer(attention, "qkv", "o") for attention, _ in weights.layers)
-        self.mlps = nn.ModuleList(TrainedSublayer(mlp, "gate_up", "down") for _, mlp in weights.layers)
+        self.sublayers = nn.ModuleList(map(TrainedSublayer, weights.sublayers))
         self.norm = _parameter(weights.norm.weight)
         self.head = self.embed if shape.tied else _parameter(weights.head.weight)
 
     def layers(self) -> Iterator[tuple[Any, Any]]:
-        return zip(self.attentions, self.mlps, strict=True)
+        return zip(self.sublayers[::2], self.sublayers[1::2], strict=True)
 
     def pieces(self) -> dict[str, Piece]:
         return {name: piece for name, piece in self.all_pieces() if piece.parameters[0].requires_grad}
@@ -116,8 +114,8 @@ class TrainedWeights(nn.Module):
                     yield prefix + name, Piece(tuple(parameter.shape), ((parameter, ALL),), head_dim=head_dim)
             yield from self._column_pieces(prefix, attention, mlp)
             for name, linears, size in (
-                ("self_attn.o_proj", attention.o, shape.heads * shape.head_dim),
-                ("mlp.down_proj", mlp.down, shape.inner),
+                ("self_attn.o_proj", attention.row_parallel, shape.heads * shape.head_dim),
+                ("mlp.down_proj", mlp.row_parallel, shape.inner),
             ):
                 slices = tuple((linear.weight, ALL) for linear in linears)
                 yield f"{prefix}{name}.weight", Piece((shape.hidden, size), slices, 1)
@@ -127,17 +125,17 @@ class TrainedWeights(nn.Module):
 
     def _column_pieces(self, prefix: str, attention: Any, mlp: Any) -> Iterator[tuple[str, Piece]]:
         """Yield the pieces of projections whose output rows the ranks share."""
-        shape, width = self.shape, self.shape.own_inner // len(mlp.gate_up)
-        rank = rank_shape(shape, len(attention.qkv))
+        shape, rank, width = self.shape, attention.shape, mlp.shape.own_inner
+        qkv, gate_up = attention.column_parallel, mlp.column_parallel
         query, kv = rank.own_heads * shape.head_dim, rank.own_kv_heads * shape.head_dim
         heads, kv_heads, copies = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_copies
-        distinct = attention.qkv[:: min(len(attention.qkv), rank.kv_copies)]  # of the KV heads on this process
+        distinct = qkv[:: min(len(qkv), rank.kv_copies)]  # of the KV heads on this process
         for name, linears, rows, size, held_by, head_dim in (
-            ("self_attn.q_proj", attention.qkv, slice(0, query), heads, 1, shape.head_dim),
+            ("self_attn.q_proj", qkv, slice(0, query), heads, 1, shape.head_dim),
             ("self_attn.k_proj", distinct, slice(query, query + kv), kv_heads, copies, shape.head_dim),
             ("self_attn.v_proj", distinct, slice(query + kv, query + 2 * kv), kv_heads, copies, 0),
-            ("mlp.gate_proj", mlp.gate_up, slice(0, width), shape.inner, 1, 0),
-            ("mlp.up_proj", mlp.gate_up, slice(width, 2 * width), shape.inner, 1, 0),
+            ("mlp.gate_proj", gate_up, slice(0, width), shape.inner, 1, 0),
+            ("mlp.up_proj", gate_up, slice(width, 2 * width), shape.inner, 1, 0),
         ):
             weights = tuple((linear.weight, rows) for linear in linears)
             yield f"{prefix}{name}.weight", Piece((size, shape.hidden), weights, 0, held_by, head_dim)
@@ -151,11 +149,10 @@ class TrainedWeights(nn.Module):
         """Return the parameters of which every rank knows a part of the gradient: they lie between a sum over the ranks
         and the products that are split among them."""
         partial: list[Tensor | None] = [self.norm]
-        modes = zip(self.layout.attention_sync, self.layout.mlp_sync, strict=True)
-        for (attention, mlp), (attention_mode, mlp_mode) in zip(self.layers(), modes, strict=True):
-            partial += [attention.norm, mlp.norm, attention.q_norm, attention.k_norm]  # of this rank's heads alone
-            partial += [attention.bias] if attention_mode in APART else []
-            partial += [mlp.bias] if mlp_mode in APART else []
+        sublayers: Any = self.sublayers
+        for sublayer, mode in zip(sublayers, self.layout.modes, strict=True):
+            partial += [sublayer.norm, sublayer.q_norm, sublayer.k_norm]  # the latter of this rank's heads alone
+            partial += [sublayer.bias] if mode in APART else []
         return [parameter for parameter in partial if parameter is not None]
 
     def copied_rows(self) -> list[list[tuple[Any, slice, int]]]:
@@ -164,12 +161,11 @@ class TrainedWeights(nn.Module):
         KV head in it, and the head's number."""
         groups = []
         for attention, _ in self.layers():
-            count = len(attention.qkv)
-            rank, first = rank_shape(self.shape, count), self.shape.rank * count
+            rank, linears = attention.shape, attention.column_parallel
             if rank.kv_copies > 1:
                 rows = slice(rank.own_heads * rank.head_dim, None)
-                heads = [(first + k) // rank.kv_copies for k in range(count)]
-                for held in zip(*(linear.parameters() for linear in attention.qkv), strict=True):
+                heads = [(rank.rank + number) // rank.kv_copies for number in range(len(linears))]
+                for held in zip(*(linear.parameters() for linear in linears), strict=True):
                     groups.append([(parameter, rows, head) for parameter, head in zip(held, heads, strict=True)])
         return groups
 
@@ -225,18 +221,11 @@ class UsedWeights:
     def take_head(self) -> LaterLinear:
         return self._later(self.weights.head, None)
 
-    def attention(self, layer: int) -> AttentionWeights:
-        weights: Any = self.weights.attentions[layer]
-        shape, norms = rank_shape(self.weights.shape, len(weights.qkv)), None
-        if weights.q_norm is not None:
-            norms = HeadNorms(weights.q_norm, weights.k_norm, shape.own_heads, shape.own_kv_heads, shape.eps)
-        qkv, o = (self._linears(linears) for linears in (weights.qkv, weights.o))
-        return AttentionWeights(self._norm(weights.norm), qkv, o, self._small(weights.bias), norms)
-
-    def mlp(self, layer: int) -> MlpWeights:
-        weights: Any = self.weights.mlps[layer]
-        gate_up, down = (self._linears(linears) for linears in (weights.gate_up, weights.down))
-        return MlpWeights(self._norm(weights.norm), gate_up, down, self._small(weights.bias))
+    def take_sublayer(self, number: int) -> Sublayer:
+        weights: Any = self.weights.sublayers[number]
+        first, last = (self._linears(linears) for linears in (weights.column_parallel, weights.row_parallel))
+        norm, bias = self._norm(weights.norm), self._small(weights.bias)
+        return Sublayer(weights.layer, weights.shape, norm, first, last, bias, weights.q_norm, weights.k_norm)
 
     def _linears(self, linears: Any) -> list[Linear]:
         return [self._later(linear.weight, self._small(linear.bias)) for linear in linears]
@@ -249,8 +238,7 @@ class UsedWeights:
         return LaterLinear(parameter, self._values[key], bias, self._gradients[key])
 
     def _norm(self, weight: Tensor) -> RMSNorm:
-        kind = RMSNorm if self.weights.compute == torch.float32 else WideRMSNorm
-        return kind(weight.float(), self.weights.shape.eps)
+        return RMSNorm(weight.float(), self.weights.shape.eps)
 
     def _small(self, bias: Tensor | None) -> Tensor | None:
         return None if bias is None else bias.to(self.weights.compute)
