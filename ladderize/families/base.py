@@ -7,7 +7,7 @@ norm(attention(...))``: it needs the complete sum, which may arrive later, but n
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ladderize.errors import UserError
@@ -38,7 +38,8 @@ class Decoder:
     ``rope_parameters``; None: they do not rotate.
     is_fused: q, k and v are rows of one projection, gate and up of another.
     norm_offset: is added to the weights of all norms.
-    activation: of the MLP's gate.
+    activation: of the MLP's gate; ``Family.describe`` reads it.
+    rotary_share: of each head's numbers, how many rotate.
     head_norms: an RMSNorm of each query head and key head before they rotate, one weight [head_dim] for all query heads
     and one for all key heads.
     embedding_scale, attention_scale, residual_scale, logits_scale: factors of the embedding, of the scores before their
@@ -58,9 +59,15 @@ class Decoder:
     activation: str = SILU
     embedding_scale: float = 1.0
     rounds_scale: bool = False
+    rotary_share: float = 1.0
     attention_scale: float | None = None
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+
+    @property
+    def rotations(self) -> list[str]:
+        """The rotations that layers have, in the order of their tables."""
+        return sorted({name for name in self.rope if name is not None})
 
     @property
     def norms_sums(self) -> bool:
@@ -108,7 +115,8 @@ class Family:
 
     def describe(self, config: Mapping[str, Any]) -> Decoder:
         """Return the decoder that this config describes; raises UserError for one that makes no sense."""
-        return self.read(self.complete(config))
+        full = self.complete(config)
+        return replace(self.read(full), activation=str(full.get("hidden_activation", full["hidden_act"])))
 
 
 COMMON_DEFAULTS = {

@@ -225,7 +225,6 @@ def read_gemma3(config: Mapping[str, Any]) -> Decoder:
         head_norms=True,
         norms=Norms(*names),
         norm_offset=1.0,
-        activation=config["hidden_activation"],
         embedding_scale=config["hidden_size"] ** 0.5,
         rounds_scale=True,
         attention_scale=positive(config, "query_pre_attn_scalar") ** -0.5,
@@ -285,7 +284,9 @@ EXAONE4 = Family(
 
 def read_phi3(config: Mapping[str, Any]) -> Decoder:
     windows = (window_of(config),) * config["num_hidden_layers"]
-    return Decoder(**{**everywhere(config), "windows": windows}, is_fused=True)
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    share = positive({"partial_rotary_factor": 1.0, **config, **rope}, "partial_rotary_factor")
+    return Decoder(**{**everywhere(config), "windows": windows}, is_fused=True, rotary_share=share)
 
 
 PHI3 = Family(
