@@ -170,8 +170,7 @@ class LadderizedDecoderLayer:
         blocks = [self.sync_tp_size] * 2 if self.keeps_apart else None
         sizes = [mlp.down_proj.in_features] * 2
         gate, up = projected(mlp, "gate_up_proj", ("gate_proj", "up_proj"), sizes, inputs, blocks)
-        activate = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
-        return activate(gate) * up
+        return self.activation(gate) * up
 
     def mlp_products(self, slices):
         """Return the MLP's products by rank [ranks, ..., hidden] and its bias, both None unless its sum is delayed, and
@@ -192,6 +191,10 @@ class LadderizedDecoderLayer:
         if self.mlp_sync == "delayed":
             visible = (visible if bias is None else visible + bias) + by_rank
         return complete, visible
+
+    @property
+    def activation(self):
+        return self.mlp.act_fn if hasattr(self.mlp, "act_fn") else self.mlp.activation_fn
 
     def scaled(self, output):
         """Return the part of what attention or the MLP computed that is added to the stream."""
