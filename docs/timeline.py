@@ -21,7 +21,7 @@ from ladderize.layout import Layout
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.decode import rope_table
 from ladderize.runtime.kv_cache import NoCache
-from ladderize.runtime.layers import AttentionWeights, MlpWeights
+from ladderize.runtime.layers import Sublayer
 from ladderize.runtime.loader import RandomSource
 from ladderize.runtime.model import Step, TPLlama
 from ladderize.runtime.schedule import Schedule
@@ -159,13 +159,9 @@ class MarkedWeights(UsedWeights):
 
     mark: Callable[[str, str], None]
 
-    def attention(self, layer: int) -> AttentionWeights:
-        self.mark(f"A{layer}", WEIGHT)
-        return super().attention(layer)
-
-    def mlp(self, layer: int) -> MlpWeights:
-        self.mark(f"M{layer}", WEIGHT)
-        return super().mlp(layer)
+    def take_sublayer(self, number: int) -> Sublayer:
+        self.mark(f"{'AM'[number % 2]}{number // 2}", WEIGHT)
+        return super().take_sublayer(number)
 
 
 class MarkedLlama(TPLlama):
