@@ -102,6 +102,11 @@ NORMED_SUMS = ("gemma3_text", "exaone4")  # a norm behind each sum: nothing is d
 CLIPPED = ("--max-grad-norm", 1e-4)
 
 
+def fitting(name: str, model_type: str) -> str:
+    """Return the name of a layout that a family can have: this one, or one without delayed and dropped sums."""
+    return "ladder gaps" if model_type in NORMED_SUMS and LAYOUTS[name][2] is not None else name
+
+
 def make_layout(name: str) -> Layout:
     ladder, spd, ranks, _, *delayed = LAYOUTS[name]
     layers = SHAPE["num_hidden_layers"]
@@ -131,8 +136,7 @@ def make_model(
 ) -> LadderizedLlamaForCausalLM:
     """A random model with one of LAYOUTS, of another one where its family cannot have this; a fresh seed each time
     unless one is given."""
-    if model_type in NORMED_SUMS and LAYOUTS[name][2] is not None:
-        name = "ladder gaps"
+    name = fitting(name, model_type)
     family, layout = family_of({"model_type": model_type}), make_layout(name).to_config()
     sizes = {**SHAPE, **FAMILIES.get(model_type, {}), **LAYOUTS[name][3], **extra}
     config = ladderized_class(family, "Config")(**sizes, **layout)
