@@ -199,7 +199,12 @@ SLIDES = {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}
         ("qwen3", {**SLIDES, "use_sliding_window": False}, "but no window is in force"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0, but must be a positive number"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be a list of 4 numbers"),
-        ("mixtral", {}, "which ladderize does not convert .*model_type must be one of llama, mistral"),
+        ("opt", {}, "which ladderize does not convert .docs/models.md says why.*must be one of llama, mistral"),
+        ("mixtral", {"num_local_experts": 8}, "a mixture of experts; arXiv 2511.11505 shows"),
+        ("olmo2", {}, "every rank would wait before attention"),
+        ("gemma3", {"text_config": {}}, "has a text model inside; save that alone first"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which is not supported"),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG'"),
     ],
 )  # fmt: skip
 def test_bad_configs(model_type, changes, problem):
