@@ -317,7 +317,7 @@ class Layout:
             family = known_family(config)
             if family.describe(config).norms_sums:
                 raise LayoutError(
-                    f"a {family.class_prefix} has a norm behind each sum, which needs the complete sum: its sync points"
+                    f"{family.class_prefix} has a norm behind each sum, which needs the complete sum: its sync points"
                     " can be overlapped (--ladder), but not delayed or dropped"
                 )
 

@@ -31,7 +31,7 @@ def check_trainable(config: Mapping[str, Any]) -> None:
     decoder = family.describe(config)
     if decoder.norms_sums or decoder.is_fused:
         raise UserError(
-            f"training with --tp-size does not take a {family.class_prefix} yet: it has norms behind its sums, or fused"
+            f"training with --tp-size does not take {family.class_prefix} yet: it has norms behind its sums, or fused"
             " projections; leave --tp-size out"
         )
     if dropout := config.get("attention_dropout"):
