@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, linear
 
-from ladderize.checkpoint.config import is_tied, most_positions
+from ladderize.checkpoint.config import FUSED, is_tied, most_positions
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import read_tensor
 from ladderize.data.windows import draw_windows, needs_tokenizer, read_documents
 from ladderize.errors import UserError
+from ladderize.families.base import ROPE
 from ladderize.families.registry import complete_config, family_of
 from ladderize.layout import Layout
 from ladderize.modeling import dense_class, ladderized_class, load_tokenizer
@@ -61,7 +62,7 @@ class Blocks:
         self.num_layers = self.layout.num_layers
         self.family = family_of(checkpoint.config)
         self.decoder = self.family.describe(checkpoint.config)
-        self._rope: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rope: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self._ends: dict[str, Tensor] = {}
 
     def read(self, name: str, *, as_stored: bool = False) -> Tensor:
@@ -94,7 +95,8 @@ class Blocks:
     def embed(self, ids: Tensor) -> Tensor:
         """Return the state that enters layer 0, [batch, tokens, hidden], from ids [batch, tokens]."""
         embedded = torch.nn.functional.embedding(ids.to(self.device), self._end("model.embed_tokens.weight"))
-        return embedded * self.decoder.embedding_scale
+        scale = self.decoder.embedding_scale
+        return embedded * (torch.tensor(scale, dtype=embedded.dtype) if self.decoder.rounds_scale else scale)
 
     def run(self, layer: Any, state: State) -> State:
         """Return the state that leaves ``layer``. Every row is a full window with causal attention."""
@@ -104,15 +106,15 @@ class Blocks:
             state,
             attention_mask=self.mask(layer.self_attn.layer_idx, tokens),
             position_ids=positions,
-            position_embeddings=self.position_embeddings(tokens),
+            position_embeddings=self.position_embeddings(layer.self_attn.layer_idx, tokens),
         )
 
     def heads(self, layer: Any, stream: Tensor) -> Tensor:
         """Return o_proj's inputs, [batch, tokens, heads * head_dim], of a layer whose attention ends before it, from
         the stream that it reads, [batch, tokens, hidden], or that each virtual rank does, [ranks, batch, ...]."""
         attention, tokens = layer.self_attn, stream.shape[-2]
-        rope, mask = self.position_embeddings(tokens), self.mask(attention.layer_idx, tokens)
-        return attention(layer.input_layernorm(stream), rope, mask)[0]
+        rope, mask = self.position_embeddings(attention.layer_idx, tokens), self.mask(attention.layer_idx, tokens)
+        return attention(layer.read_by_attention(stream), rope, mask)[0]
 
     def autocast(self) -> torch.autocast:
         """Return a context in which products of wider streams and weights are computed in ``dtype``."""
@@ -125,14 +127,15 @@ class Blocks:
             return None
         return torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=self.device).tril().triu(1 - window)
 
-    def position_embeddings(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the positions 0 .. tokens - 1: [1, tokens, head_dim] each."""
-        if tokens not in self._rope:
+    def position_embeddings(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the positions 0 .. tokens - 1 in a layer: [1, tokens, numbers that rotate] each."""
+        name = self.decoder.rope[layer] or ROPE
+        if (name, tokens) not in self._rope:
             config = self.model_config(Layout.dense(self.num_layers))
             rotary = dense_class(self.family, "RotaryEmbedding")(config).to(self.device)
-            probe = torch.empty(1, dtype=self.dtype, device=self.device)
-            self._rope[tokens] = rotary(probe, torch.arange(tokens, device=self.device)[None])
-        return self._rope[tokens]
+            probe, positions = torch.empty(1, dtype=self.dtype, device=self.device), torch.arange(tokens)[None]
+            self._rope[name, tokens] = rotary(probe, positions.to(self.device), *(() if name == ROPE else (name,)))
+        return self._rope[name, tokens]
 
     def nll(self, complete: Tensor, ids: Tensor) -> Tensor:
         """Return the summed negative log-likelihood of each window in nats, float64 [batch], of all its tokens but the
@@ -204,3 +207,26 @@ def window_nlls(
 def check_finite(value: float, name: str) -> None:
     if not math.isfinite(value):
         raise UserError(f"{name} is NaN or infinite; check the model's weights, or compute in float32")
+
+
+def projection_of(layer: Any, name: str) -> torch.nn.Linear:
+    """Return a projection of a layer, such as ``self_attn.q_proj``; of a fused one a view of its rows."""
+    module, _, last = name.rpartition(".")
+    if hasattr(layer.get_submodule(module), last):
+        projection: torch.nn.Linear = layer.get_submodule(name)
+        return projection
+    fused = fused_of(name)
+    whole, config = layer.get_submodule(fused), layer.self_attn.config
+    counts = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    sizes = [count * layer.self_attn.head_dim for count in counts]
+    if module == "mlp":
+        sizes = [len(whole.weight) // 2] * 2
+    number = FUSED[fused].index(name)
+    view = torch.nn.Linear(whole.in_features, sizes[number], bias=False, device="meta")
+    view.weight = torch.nn.Parameter(whole.weight.detach().split(sizes)[number], requires_grad=False)
+    return view
+
+
+def fused_of(name: str) -> str:
+    """Return the fused projection that has the rows of another in some families; of o_proj and down_proj the name."""
+    return next((fused for fused, names in FUSED.items() if name in names), name)

@@ -311,9 +311,15 @@ class Layout:
             raise LayoutError(f"the layout is of {self.num_layers} layers, but the model has {num_layers}")
 
     def check_model(self, config: Mapping[str, Any]) -> None:
-        """Raise LayoutError unless the model can be split into ``sync_tp_size`` virtual ranks."""
+        """Raise LayoutError unless the model can be split into ``sync_tp_size`` virtual ranks, which read apart."""
         if self.sync_tp_size is not None:
             check_split(config, self.sync_tp_size, name="sync-tp-size")
+            family = known_family(config)
+            if family.describe(config).norms_sums:
+                raise LayoutError(
+                    f"{family.class_prefix} has a norm behind each sum, which needs the complete sum: its sync points"
+                    " can be overlapped (--ladder), but not delayed or dropped"
+                )
 
     @property
     def words(self) -> str:

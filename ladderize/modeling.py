@@ -42,8 +42,10 @@ def ladderized_class(family: Family, kind: str) -> Any:
 
 def dense_class(family: Family, kind: str) -> Any:
     """Return transformers' own class of a family: ``RMSNorm``, ``RotaryEmbedding``, ``ForCausalLM``, ..."""
-    module = import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
-    return getattr(module, f"{family.class_prefix}{kind}")
+    import transformers
+
+    module = getattr(transformers, f"{family.class_prefix}ForCausalLM").__module__
+    return getattr(import_module(module), f"{family.class_prefix}{kind}")
 
 
 def register() -> None:

@@ -5,7 +5,7 @@ weights that reads an appended one. No code of the package is used.
 """
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from tests.oracle import Equations, part, rms_norm, rotate
 
@@ -18,9 +18,40 @@ class AlignOracle:
     """
 
     def __init__(self, dense, student, config, ridge, trained):
-        self.dense = {name: weight.double() for name, weight in dense.items()}
-        self.student = {name: weight.double() for name, weight in student.items()}
         self.config, self.ridge, self.trained, self.family = config, ridge, trained, Equations(config)
+        self.dense = self.unfused({name: weight.double() for name, weight in dense.items()})
+        self.student = self.unfused({name: weight.double() for name, weight in student.items()})
+
+    def unfused(self, weights):
+        """Each projection by itself."""
+        heads, kv_heads, inner = (
+            getattr(self.config, key) for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+        )
+        sizes = {
+            "qkv_proj": [n * self.family.head_dim for n in (heads, kv_heads, kv_heads)],
+            "gate_up_proj": [inner] * 2,
+        }
+        apart = {}
+        for name, weight in weights.items():
+            prefix, _, last = name.removesuffix(".weight").rpartition(".")
+            names = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.get(last)
+            rows = [weight] if names is None else weight.split(sizes[last])
+            apart |= dict(
+                zip([name] if names is None else [f"{prefix}.{one}.weight" for one in names], rows, strict=True)
+            )
+        return apart
+
+    def fused(self, weights):
+        """The student's weights under the names that they are stored by."""
+        if self.config.model_type != "ladderized_phi3":
+            return weights
+        joined = dict(weights)
+        for layer in range(self.config.num_hidden_layers):
+            for fused, names in (("self_attn.qkv", ("q", "k", "v")), ("mlp.gate_up", ("gate", "up"))):
+                prefix = f"model.layers.{layer}.{fused.partition('.')[0]}."
+                rows = [joined.pop(f"{prefix}{name}_proj.weight") for name in names]
+                joined[f"model.layers.{layer}.{fused}_proj.weight"] = torch.cat(rows)
+        return joined
 
     def __call__(self, ids, layers):
         """``closest`` is then by how much a projection's error on held-out windows changes at least, as a share of it:
@@ -47,15 +78,18 @@ class AlignOracle:
             h_dense = self.heads(self.dense, layer, x_dense)
             by_rank = [part(self.heads(self.student, layer, x), -1, k, readers) for k, x in enumerate(inputs)]
             h = torch.cat(by_rank, -1)
-            attended = dense + scale * self.apply(self.dense, attention + "o_proj", h_dense)
+            dense_sum = self.apply(self.dense, attention + "o_proj", h_dense)
+            attended = dense + scale * self.behind("dense", layer, dense_sum, "attention")
             if solve:
-                self.solve(attention + "o_proj", [h], [(attended - complete) / scale])
+                self.solve(attention + "o_proj", [h], [self.aim(dense_sum, (attended - complete) / scale)])
             # each virtual rank has a part of the heads; the bias is nobody's
             modes = config.attention_sync[layer], config.mlp_sync[layer]
             ranks = config.sync_tp_size if modes[0] in ("delayed", "dropped") else 1
             o_proj = self.student[attention + "o_proj.weight"]
             partials = [scale * linear(part(h, -1, k, ranks), part(o_proj, 1, k, ranks)) for k in range(ranks)]
             bias = scale * self.student.get(attention + "o_proj.bias", torch.zeros(()))
+            if self.family.norms["attention"][1] is not None:  # of one rank, whose sum is complete
+                partials, bias = [self.behind("student", layer, partials[0] + bias, "attention")], torch.zeros(())
             if modes[0] == "blocking":
                 reads = [complete + partials[0] + bias]
             elif modes[0] == "overlapped":
@@ -63,34 +97,41 @@ class AlignOracle:
             else:
                 reads = [complete + partial + bias for partial in partials]
             # what reads the stream for the MLP: each virtual rank's rows with the input of its own
-            m_dense = self.normed("dense", layer, attended, "post_attention_layernorm")
-            inputs = [self.normed("student", layer, stream, "post_attention_layernorm") for stream in reads]
+            m_dense = self.normed("dense", layer, attended, "mlp")
+            inputs = [self.normed("student", layer, stream, "mlp") for stream in reads]
             for name in ("gate_proj", "up_proj"):
                 if solve:
                     targets = self.apply(self.dense, mlp + name, m_dense).chunk(ranks, -1)
                     self.solve(mlp + name, inputs, targets)
             inner = [
-                silu(self.apply(self.student, mlp + "gate_proj", x, k, ranks))
+                self.family.act(self.apply(self.student, mlp + "gate_proj", x, k, ranks))
                 * self.apply(self.student, mlp + "up_proj", x, k, ranks)
                 for k, x in enumerate(inputs)
             ]
             inner = torch.cat(inner, -1)
             # what writes the MLP's output
             gate, up = (self.apply(self.dense, mlp + name, m_dense) for name in ("gate_proj", "up_proj"))
-            dense = attended + scale * self.apply(self.dense, mlp + "down_proj", silu(gate) * up)
+            dense_sum = self.apply(self.dense, mlp + "down_proj", self.family.act(gate) * up)
+            dense = attended + scale * self.behind("dense", layer, dense_sum, "mlp")
             summed = complete + sum(partials) + bias
             if solve:
-                self.solve(mlp + "down_proj", [inner], [(dense - summed) / scale])
+                self.solve(mlp + "down_proj", [inner], [self.aim(dense_sum, (dense - summed) / scale)])
             before = complete + bias if modes[0] == "dropped" else summed  # a dropped sum is in flight with the MLP's
             own = [complete + partial + bias if modes[0] == "dropped" else summed for partial in partials]
-            complete = summed + scale * self.apply(self.student, mlp + "down_proj", inner)
+            complete = summed + scale * self.behind(
+                "student", layer, self.apply(self.student, mlp + "down_proj", inner), "mlp"
+            )
             visible = [complete if modes[1] == "blocking" else before]
             if modes[1] == "delayed":  # each virtual rank reads its own part
                 n, weight = config.sync_tp_size, self.student[mlp + "down_proj.weight"]
                 downs = [scale * linear(part(inner, -1, k, n), part(weight, 1, k, n)) for k in range(n)]
                 bias = scale * self.student.get(mlp + "down_proj.bias", torch.zeros(()))
                 visible = [own[k % len(own)] + down + bias for k, down in enumerate(downs)]
-        return self.student
+        return self.fused(self.student)
+
+    def aim(self, dense_sum, missing):
+        """A sum that is normed before it is added is to be the dense one; another fills what the stream lacks."""
+        return missing if self.family.norms["attention"][1] is None else dense_sum
 
     def solve(self, name, inputs, targets):
         """argmin of sum |W x - y|^2 + l |W - W_0|^2 over the first windows, for each virtual rank's rows of W."""
@@ -130,9 +171,17 @@ class AlignOracle:
     def apply(self, weights, name, x, rank=0, ranks=1):
         return linear(self.with_one(name, x), part(self.matrix(weights, name), 0, rank, ranks))
 
-    def normed(self, model, layer, stream, name="input_layernorm"):
-        weights = {"dense": self.dense, "student": self.student}[model]
-        return rms_norm(stream, weights[f"model.layers.{layer}.{name}.weight"], self.config.rms_norm_eps)
+    def normed(self, model, layer, stream, of="attention"):
+        return self.norm({"dense": self.dense, "student": self.student}[model], layer, stream, self.family.norms[of][0])
+
+    def behind(self, model, layer, total, of):
+        return self.norm({"dense": self.dense, "student": self.student}[model], layer, total, self.family.norms[of][1])
+
+    def norm(self, weights, layer, x, name):
+        if name is None:
+            return x
+        weight = weights[f"model.layers.{layer}.{name}.weight"] + self.family.more_of_norms
+        return rms_norm(x, weight, self.config.rms_norm_eps)
 
     def heads(self, weights, layer, x):
         """What o_proj reads: [windows, tokens, heads * head_dim]."""
@@ -145,10 +194,10 @@ class AlignOracle:
             for name in "qkv"
         )
         if f"{attention}q_norm.weight" in weights:
-            q = rms_norm(q, weights[f"{attention}q_norm.weight"], config.rms_norm_eps)
-            k = rms_norm(k, weights[f"{attention}k_norm.weight"], config.rms_norm_eps)
+            q, k = self.norm(weights, layer, q, "self_attn.q_norm"), self.norm(weights, layer, k, "self_attn.k_norm")
         if self.family.rotates[layer]:
-            q, k = (rotate(t, positions, config.rope_parameters["rope_theta"]) for t in (q, k))
+            share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+            q, k = (rotate(t, positions, self.family.thetas[layer], share) for t in (q, k))
         if (window := self.family.windows[layer]) is not None:
             allowed = allowed & (positions.T - positions < window)
         outputs = []

@@ -79,11 +79,32 @@ FAMILIES = {
         "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
     },
     "smollm3": {"use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [1, 0, 1, 0]},
+    "seed_oss": {"head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "ministral": {"head_dim": 8, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    "cwm": {
+        "head_dim": 8, "sliding_window": 5, "mlp_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "gemma3_text": {
+        "head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "query_pre_attn_scalar": 12, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "phi3": {
+        "head_dim": 8, "sliding_window": 6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "exaone4": {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }  # fmt: skip
+NORMED_SUMS = ("gemma3_text", "exaone4")  # a norm behind each sum: nothing is delayed or dropped
 
 # Adam's first step is as long for a gradient that all but cancels, of which rounding decides the sign. Gradients that
 # are clipped to this norm leave of such a one less than Adam's epsilon: then runs that round otherwise train the same.
 CLIPPED = ("--max-grad-norm", 1e-4)
+
+
+def fitting(name: str, model_type: str) -> str:
+    """Return the name of a layout that a family can have: this one, or one without delayed and dropped sums."""
+    return "ladder gaps" if model_type in NORMED_SUMS and LAYOUTS[name][2] is not None else name
 
 
 def make_layout(name: str) -> Layout:
@@ -113,7 +134,9 @@ def random_layout(layers: int = 4) -> Layout:
 def make_model(
     name: str, *, seed: int | None = None, model_type: str = "llama", **extra: object
 ) -> LadderizedLlamaForCausalLM:
-    """A random model with one of LAYOUTS; a fresh seed each time unless one is given."""
+    """A random model with one of LAYOUTS, of another one where its family cannot have this; a fresh seed each time
+    unless one is given."""
+    name = fitting(name, model_type)
     family, layout = family_of({"model_type": model_type}), make_layout(name).to_config()
     sizes = {**SHAPE, **FAMILIES.get(model_type, {}), **LAYOUTS[name][3], **extra}
     config = ladderized_class(family, "Config")(**sizes, **layout)

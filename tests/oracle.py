@@ -6,15 +6,19 @@ the package. It understands batches padded on the left through ``attention_mask`
 """
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, silu
 
 
 def rms_norm(x, weight, eps):
-    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+    return x if weight is None else weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
-def rotate(x, positions, theta):
-    """x: [batch, heads, tokens, head_dim]; the two halves of a head are the pairs that rotate."""
+def rotate(x, positions, theta, share=1.0):
+    """x: [batch, heads, tokens, head_dim]; the two halves of a head, or of its first ``share``, are the pairs that
+    rotate."""
+    if share < 1:
+        count = int(x.shape[-1] * share)
+        return torch.cat([rotate(x[..., :count], positions, theta), x[..., count:]], -1)
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = (positions[:, None, :, None] * frequencies).to(torch.float32).to(x.dtype)
@@ -35,16 +39,39 @@ class Equations:
         self.windows, self.rotates = [None for _ in layers], [True for _ in layers]
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.of_scores, self.of_embedding, self.of_sums, self.of_logits = self.head_dim**-0.5, 1.0, 1.0, 1.0
+        self.norms = {
+            "attention": ("input_layernorm", None),
+            "mlp": ("post_attention_layernorm", None),
+        }  # before, behind
+        self.more_of_norms, self.act, self.thetas = (
+            0.0,
+            silu,
+            [config.rope_parameters.get("rope_theta") for _ in layers],
+        )
         family = config.model_type.removeprefix("ladderized_")
-        if family == "mistral":
+        if family in ("mistral", "phi3"):
             self.windows = [config.sliding_window for _ in layers]
-        if family in ("qwen2", "qwen3", "smollm3") and config.use_sliding_window:
+        if family in ("ministral", "cwm") or (family in ("qwen2", "qwen3", "smollm3") and config.use_sliding_window):
             self.windows = [config.sliding_window if config.layer_types[i][0] == "s" else None for i in layers]
         if family == "smollm3":
             self.rotates = [config.no_rope_layers[i] == 1 for i in layers]
         if family == "granite":
             self.of_scores, self.of_embedding = config.attention_multiplier, config.embedding_multiplier
             self.of_sums, self.of_logits = config.residual_multiplier, 1 / config.logits_scaling
+        if family in ("gemma3_text", "exaone4"):
+            near = [kind == "sliding_attention" for kind in config.layer_types]
+            self.windows = [config.sliding_window if near[i] else None for i in layers]
+            self.norms = {"attention": (None, "post_attention_layernorm"), "mlp": (None, "post_feedforward_layernorm")}
+        if family == "exaone4" and config.sliding_window is not None:
+            self.rotates = near
+        if family == "gemma3_text":
+            self.norms = {
+                "attention": ("input_layernorm", "post_attention_layernorm"),
+                "mlp": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+            }
+            self.more_of_norms, self.act = 1.0, lambda x: gelu(x, approximate="tanh")
+            self.of_scores, self.of_embedding = config.query_pre_attn_scalar**-0.5, config.hidden_size**0.5
+            self.thetas = [config.rope_parameters[config.layer_types[i]]["rope_theta"] for i in layers]
 
 
 class Oracle:
@@ -62,6 +89,17 @@ class Oracle:
     def get(self, layer, name):
         return self.weights.get(f"model.layers.{layer}.{name}")
 
+    def projection(self, layer, fused, names, sizes):
+        """Weights and biases of projections, which may be rows of one tensor."""
+        joined = self.get(layer, f"{fused}.weight")
+        if joined is not None:
+            return [(weight, None) for weight in joined.split(sizes)]
+        return [(self.get(layer, f"{name}.weight"), self.get(layer, f"{name}.bias")) for name in names]
+
+    def norm(self, x, layer, name):
+        weight = self.get(layer, f"{name}.weight")
+        return rms_norm(x, None if weight is None else weight + self.family.more_of_norms, self.config.rms_norm_eps)
+
     def attention(self, layer, x, positions, allowed, rank):
         """One rank's product with its columns of o_proj, without the bias."""
         config = self.config
@@ -69,15 +107,14 @@ class Oracle:
         first = rank * heads // self.ranks
         own = range(first, first + heads // self.ranks)
         x = self.read(x)
-        q = linear(x, self.get(layer, "self_attn.q_proj.weight"), self.get(layer, "self_attn.q_proj.bias"))
-        k = linear(x, self.get(layer, "self_attn.k_proj.weight"), self.get(layer, "self_attn.k_proj.bias"))
-        v = linear(x, self.get(layer, "self_attn.v_proj.weight"), self.get(layer, "self_attn.v_proj.bias"))
+        names, sizes = [f"self_attn.{name}_proj" for name in "qkv"], [heads * d, kv_heads * d, kv_heads * d]
+        projections = self.projection(layer, "self_attn.qkv_proj", names, sizes)
+        q, k, v = (linear(x, weight, bias) for weight, bias in projections)
         q, k, v = (t.unflatten(-1, (-1, d)).transpose(1, 2) for t in (q, k, v))
-        if (norm := self.get(layer, "self_attn.q_norm.weight")) is not None:
-            q = rms_norm(q, norm, config.rms_norm_eps)
-            k = rms_norm(k, self.get(layer, "self_attn.k_norm.weight"), config.rms_norm_eps)
+        q, k = self.norm(q, layer, "self_attn.q_norm"), self.norm(k, layer, "self_attn.k_norm")
         if self.family.rotates[layer]:
-            q, k = (rotate(t, positions, config.rope_parameters["rope_theta"]) for t in (q, k))
+            share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+            q, k = (rotate(t, positions, self.family.thetas[layer], share) for t in (q, k))
         if (window := self.family.windows[layer]) is not None:
             token = torch.arange(x.shape[1])
             allowed = allowed & (token[:, None] - token[None, :] < window)
@@ -91,10 +128,11 @@ class Oracle:
 
     def mlp(self, layer, x, rank):
         """One rank's product with its columns of down_proj, without the bias."""
-        gate, up, down = (self.get(layer, f"mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
-        gate_bias, up_bias = (self.get(layer, f"mlp.{name}_proj.bias") for name in ("gate", "up"))
+        down = self.get(layer, "mlp.down_proj.weight")
+        names, sizes = ("mlp.gate_proj", "mlp.up_proj"), [down.shape[1]] * 2
+        (gate, gate_bias), (up, up_bias) = self.projection(layer, "mlp.gate_up_proj", names, sizes)
         n, x = self.ranks, self.read(x)
-        gated = silu(linear(x, part(gate, 0, rank, n), part(gate_bias, 0, rank, n)))
+        gated = self.family.act(linear(x, part(gate, 0, rank, n), part(gate_bias, 0, rank, n)))
         heads = gated * linear(x, part(up, 0, rank, n), part(up_bias, 0, rank, n))
         return linear(self.read(heads), part(down, 1, rank, n))
 
@@ -113,13 +151,12 @@ class Oracle:
         for layer in range(config.num_hidden_layers):
             streams.append(residual if pending is None else residual + pending[0] + pending[1])
             for name, mode in (("attention", config.attention_sync[layer]), ("mlp", config.mlp_sync[layer])):
-                norm = "input_layernorm" if name == "attention" else "post_attention_layernorm"
-                norm = self.get(layer, f"{norm}.weight")
+                before, behind = self.family.norms[name]
                 bias = self.get(layer, "self_attn.o_proj.bias" if name == "attention" else "mlp.down_proj.bias")
                 bias = nothing if bias is None else bias * self.family.of_sums
                 partial = []
                 for rank in ranks:
-                    x = rms_norm(residual + carry[rank] + ahead[rank], norm, config.rms_norm_eps)
+                    x = self.norm(residual + carry[rank] + ahead[rank], layer, before)
                     if name == "attention":
                         product = self.attention(layer, x, positions, allowed, rank)
                     else:
@@ -130,9 +167,9 @@ class Oracle:
                     residual = residual + pending[0] + pending[1]
                     pending = None
                 if mode == "blocking":
-                    residual = residual + sum(partial) + bias
+                    residual = residual + self.norm(sum(partial) + bias, layer, behind)
                 elif mode == "overlapped":
-                    pending = (sum(partial), bias)
+                    pending = (self.norm(sum(partial) + bias, layer, behind), nothing)  # normed when it arrives
                 elif mode == "delayed":
                     pending, ahead = (sum(partial), nothing), partial
                     residual = residual + bias
@@ -141,7 +178,8 @@ class Oracle:
                     residual = residual + bias
         if pending is not None:
             residual = residual + pending[0] + pending[1]
-        hidden = rms_norm(residual, self.weights["model.norm.weight"], config.rms_norm_eps)
+        weight = self.weights["model.norm.weight"] + self.family.more_of_norms
+        hidden = rms_norm(residual, weight, config.rms_norm_eps)
         streams.append(hidden)
         head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
         return linear(hidden, head) * self.family.of_logits, streams

@@ -33,6 +33,7 @@ from tests.helpers import (
     all_tensors,
     blocks_of,
     change_weights,
+    fitting,
     listing,
     random_ids,
     save_llama,
@@ -125,7 +126,9 @@ def divergence(dense, model, ids):
 )
 def test_the_weights_are_the_slow_ones(tmp_path, name, model_type, layers):
     """Layers that are not chosen are passed through."""
-    models = pair(tmp_path, name, noise=0.02 if model_type == "llama" else 0.0, model_type=model_type)
+    models = pair(
+        tmp_path, fitting(name, model_type), noise=0.02 if model_type == "llama" else 0.0, model_type=model_type
+    )
     ids, expected = clear_windows(models, layers)
     solved, before = solve(models, tmp_path / "work", ids, layers=layers), all_tensors(models[1])
     assert apart(solved.weights, expected) < 2e-3

@@ -139,7 +139,7 @@ def test_dropout_is_drawn_once_for_all_ranks():
     with torch.no_grad():
         layer.lora_B["default"].weight.copy_(torch.randn(8, 4).repeat(4, 1))
         x = torch.randn(1, 3, 64).expand(4, 1, 3, 64)
-        first, second = (modeling.column_parallel(layer, x, 4).unflatten(-1, (4, 8)) for _ in range(2))
+        first, second = (modeling.column_parallel(layer, x, 4, 4).unflatten(-1, (4, 8)) for _ in range(2))
     for rank in range(1, 4):
         torch.testing.assert_close(first[..., rank, :], first[..., 0, :])
     assert (first - second).abs().max() > 1e-3  # it was drawn anew

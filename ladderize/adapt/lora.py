@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTATION = "adaptation.json"  # how an adapter, or a checkpoint, was trained
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+)
 PEFT_PREFIX = "base_model.model."  # PEFT's prefix of the names of the model that it wraps
 
 

@@ -40,7 +40,7 @@ def check_related(student: Checkpoint, teacher: Checkpoint, model: str, teacher_
     layout, assignment = Layout.from_config(student.config), assignment_of(student)
     moved = assignment.neurons if assignment is not None else ()
     same = sorted(set(range(layout.num_layers)) - {*layout.converted_layers, *moved})
-    for name in ["model.embed_tokens.weight", *(f"model.layers.{layer}.mlp.up_proj.weight" for layer in same[:1])]:
+    for name in ["model.embed_tokens.weight", *(f"model.layers.{layer}.mlp.down_proj.weight" for layer in same[:1])]:
         ours, theirs = _middle_rows(student, name), _middle_rows(teacher, name)
         if float((ours - theirs).norm()) > RELATED * float(theirs.norm()):
             raise UserError(

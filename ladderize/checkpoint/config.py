@@ -7,7 +7,7 @@ from typing import Any
 from ladderize.checkpoint.quantised import QUANTISATION_KEYS, plain_view, quantisation_of
 from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint
 from ladderize.errors import UserError
-from ladderize.families.base import positive
+from ladderize.families.base import FULL_ATTENTION, SLIDING_ATTENTION, positive
 from ladderize.families.registry import complete_config, family_of, known_family
 from ladderize.files.records import shown
 
@@ -19,6 +19,11 @@ LARGEST |= {"num_hidden_layers": MOST_LAYERS, "num_attention_heads": MOST_HEADS,
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 STATED_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "auto")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# a fused projection of a layer, and those whose rows it has
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
 
 
 def check_config(config: Mapping[str, Any], model: str = "this checkpoint") -> None:
@@ -54,17 +59,23 @@ def check_size(config: Mapping[str, Any], key: str, *, is_optional: bool = False
 def check_rope(config: Mapping[str, Any]) -> None:
     """Raise UserError unless the rotary embedding is of a known type; transformers names a number that it lacks."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"config.json: rope_parameters is {str(rope)[:60]!r}, but must be an object; repair the file")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise UserError(
-            f"config.json: the rope_type is {str(kind)[:60]!r}, which is not one of {', '.join(ROPE_TYPES)}; repair"
-            " the file, or update transformers and ladderize"
-        )
-    stated = {**config, **rope}
-    for key in stated.keys() & {"rope_theta", "rms_norm_eps"}:
-        positive(stated, key)
+    of_kinds = [rope]
+    if isinstance(rope, dict) and rope.keys() & {FULL_ATTENTION, SLIDING_ATTENTION}:  # one for each kind of layers
+        of_kinds = list(rope.values())
+    for stated in of_kinds:
+        if not isinstance(stated, dict):
+            raise UserError(
+                f"config.json: rope_parameters is {str(stated)[:60]!r}, but must be an object; repair the file"
+            )
+        kind = stated.get("rope_type", stated.get("type", "default"))
+        if kind not in ROPE_TYPES:
+            raise UserError(
+                f"config.json: the rope_type is {str(kind)[:60]!r}, which is not one of {', '.join(ROPE_TYPES)}; repair"
+                " the file, or update transformers and ladderize"
+            )
+        figures = {**config, **stated}
+        for key in figures.keys() & {"rope_theta", "rms_norm_eps"}:
+            positive(figures, key)
 
 
 def kv_head_count(config: Mapping[str, Any]) -> int:
@@ -105,6 +116,9 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden, decoder.mlp_bias)),
         "mlp.down_proj": (hidden, inner, decoder.mlp_bias),
     }
+    for name, fused in FUSED.items() if decoder.is_fused else ():
+        rows = sum(projections.pop(projection)[0] for projection in fused)
+        projections[name] = (rows, hidden, False)
     of_layer: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns, has_bias) in projections.items():
         of_layer[f"{name}.weight"] = (rows, columns)
@@ -112,7 +126,7 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             of_layer[f"{name}.bias"] = (rows,)
     if decoder.head_norms:
         of_layer |= dict.fromkeys(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), (dim,))
-    of_layer |= dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), (hidden,))
+    of_layer |= {f"{name}.weight": (hidden,) for name in decoder.norms if name is not None}
     tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (full["vocab_size"], hidden)}
     for layer in range(full["num_hidden_layers"]):
         tensors |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}

@@ -124,11 +124,12 @@ def dense_function(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     rope = {"rope_type": rope.pop("type", "default"), "rope_theta": full["rope_theta"], **rope}
     plain = Decoder(**everywhere(full), qkv_bias=decoder.qkv_bias, o_bias=decoder.o_bias, mlp_bias=decoder.mlp_bias)
+    plain = replace(plain, activation=decoder.activation)
     return {
         "heads": [full["num_attention_heads"], full["num_key_value_heads"], full["head_dim"]],
         "rope": {**rope, "rope_theta": float(rope["rope_theta"])},
         "norm": float(full["rms_norm_eps"]),
-        "activation": full["hidden_act"],
+        "activation": decoder.activation,
         "tied": bool(full["tie_word_embeddings"]),
     } | {name: value for name, value in vars(decoder).items() if value != getattr(plain, name)}
 

@@ -34,6 +34,11 @@ LIES_IN = {
     **{f"mlp.{name}_proj.{kind}": ("neurons", 0) for name in ("gate", "up") for kind in TENSOR_KINDS},
     "mlp.down_proj.weight": ("neurons", 1),
 }
+# of fused projections: what their rows are, one after another, in blocks of one size
+FUSED_ROWS = {
+    "self_attn.qkv_proj.weight": ("heads", "kv_heads", "kv_heads"),
+    "mlp.gate_up_proj.weight": ("neurons", "neurons"),
+}
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,15 @@ class RankAssignment(Record):
             ranks = self.neurons[layer]
             orders["neurons"] = tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
         changed = {kind: order for kind, order in orders.items() if order != tuple(range(len(order)))}
-        return {name: Move(changed[kind], axis) for name, (kind, axis) in LIES_IN.items() if kind in changed}
+        moves = {name: Move(changed[kind], axis) for name, (kind, axis) in LIES_IN.items() if kind in changed}
+        for name, kinds in FUSED_ROWS.items():
+            if changed.keys() & {*kinds}:
+                joined: list[int] = []
+                for kind in kinds:
+                    first = len(joined)
+                    joined += [first + block for block in orders[kind]]
+                moves[name] = Move(tuple(joined), 0)
+        return moves
 
     def moves(self, config: Mapping[str, Any]) -> dict[str, Move]:
         """Return the move of every tensor of a checkpoint that moves, by its full name."""

@@ -1,17 +1,32 @@
 """The description of a family of models: everything that computing needs besides a Llama's sizes. Imports no torch.
 
 All families here have a Llama's layer, ``x + attention(norm(x))``, then ``x + mlp(norm(x))``, the MLP with a gate, and
-a Llama's names of tensors. So both sums of a layer are sync points.
+a Llama's names of projections. So both sums of a layer are sync points. In some a norm comes behind each sum, ``x +
+norm(attention(...))``: it needs the complete sum, which may arrive later, but not be delayed or dropped.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from ladderize.errors import UserError
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+ROPE = "rope"  # the rotation of a model that has one
+SILU, GELU = "silu", "gelu_pytorch_tanh"
+
+
+class Norms(NamedTuple):
+    """The names of a layer's norms, before and behind each sub-module; None where there is none."""
+
+    before_attention: str | None
+    behind_attention: str | None
+    before_mlp: str | None
+    behind_mlp: str | None
+
+
+LLAMAS_NORMS = Norms("input_layernorm", None, "post_attention_layernorm", None)
 
 
 @dataclass(frozen=True)
@@ -19,23 +34,45 @@ class Decoder:
     """One model of a family, as its config.json describes it.
 
     windows: for each layer the number of tokens that a token sees, itself and those just before it; None: all.
-    rope: for each layer, True if it rotates queries and keys.
+    rope: for each layer the rotation of queries and keys, ``ROPE`` or one of several of the config's
+    ``rope_parameters``; None: they do not rotate.
+    is_fused: q, k and v are rows of one projection, gate and up of another.
+    norm_offset: is added to the weights of all norms.
+    activation: of the MLP's gate; ``Family.describe`` reads it.
+    rotary_share: of each head's numbers, how many rotate.
     head_norms: an RMSNorm of each query head and key head before they rotate, one weight [head_dim] for all query heads
     and one for all key heads.
     embedding_scale, attention_scale, residual_scale, logits_scale: factors of the embedding, of the scores before their
     softmax (None: head_dim ** -0.5), of what attention and MLP add to the stream, and of the logits.
+    rounds_scale: the embedding's factor is rounded to its dtype before it is applied.
     """
 
     windows: tuple[int | None, ...]
-    rope: tuple[bool, ...]
+    rope: tuple[str | None, ...]
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     head_norms: bool = False
+    is_fused: bool = False
+    norms: Norms = LLAMAS_NORMS
+    norm_offset: float = 0.0
+    activation: str = SILU
     embedding_scale: float = 1.0
+    rounds_scale: bool = False
+    rotary_share: float = 1.0
     attention_scale: float | None = None
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+
+    @property
+    def rotations(self) -> list[str]:
+        """The rotations that layers have, in the order of their tables."""
+        return sorted({name for name in self.rope if name is not None})
+
+    @property
+    def norms_sums(self) -> bool:
+        """True if a norm comes behind each sum."""
+        return self.norms.behind_attention is not None
 
 
 @dataclass(frozen=True)
@@ -78,7 +115,8 @@ class Family:
 
     def describe(self, config: Mapping[str, Any]) -> Decoder:
         """Return the decoder that this config describes; raises UserError for one that makes no sense."""
-        return self.read(self.complete(config))
+        full = self.complete(config)
+        return replace(self.read(full), activation=str(full.get("hidden_activation", full["hidden_act"])))
 
 
 COMMON_DEFAULTS = {
@@ -100,7 +138,7 @@ COMMON_DEFAULTS = {
 def everywhere(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``windows`` and ``rope`` of a model whose layers all see every token and rotate."""
     layers = config["num_hidden_layers"]
-    return {"windows": (None,) * layers, "rope": (True,) * layers}
+    return {"windows": (None,) * layers, "rope": (ROPE,) * layers}
 
 
 def window_of(config: Mapping[str, Any]) -> int | None:

@@ -7,6 +7,13 @@ from ladderize.errors import UserError
 from ladderize.families.base import Decoder, Family
 from ladderize.families.supported import AUTHORS_TYPE, LLAMA, SUPPORTED
 
+WAITS = "its norms of q and k run over all heads, so every rank would wait before attention"
+REFUSED = {
+    **dict.fromkeys(("olmo2", "olmo3"), WAITS),
+    "gemma2": "its scores and logits are capped",
+    **dict.fromkeys(("glm", "glm4"), "its rotation is interleaved"),
+}
+EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}  # keys of mixtures of them
 BY_TYPE = {model_type: family for family in SUPPORTED for model_type in family.types}
 
 
@@ -21,10 +28,15 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if (family := find_family(config)) is not None:
         return family
     stated = config.get("model_type") or "model without model_type"
+    if isinstance(config.get("text_config"), dict):
+        raise UserError(f"this is a {stated}, which has a text model inside; save that alone first (docs/models.md)")
+    reason = REFUSED.get(str(stated), "")
+    if config.keys() & EXPERTS:
+        reason = "it is a mixture of experts; arXiv 2511.11505 shows that these can be converted, but not here"
     supported = ", ".join(family.model_type for family in SUPPORTED)
     raise UserError(
-        f"this is a {stated}, which ladderize does not convert (docs/models.md says why); model_type must be one of"
-        f" {supported}"
+        f"this is a {stated}, which ladderize does not convert ({reason or 'docs/models.md says why'}); model_type must"
+        f" be one of {supported}"
     )
 
 

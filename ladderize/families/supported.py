@@ -4,7 +4,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from ladderize.errors import UserError
-from ladderize.families.base import Decoder, Family, everywhere, layer_windows, positive, window_of
+from ladderize.families.base import (
+    FULL_ATTENTION,
+    GELU,
+    ROPE,
+    SLIDING_ATTENTION,
+    Decoder,
+    Family,
+    Norms,
+    everywhere,
+    layer_windows,
+    positive,
+    window_of,
+)
 
 AUTHORS_TYPE = "llamaLadder"  # in checkpoints published by the authors of Ladder Residual
 
@@ -41,12 +53,8 @@ def read_mistral(config: Mapping[str, Any]) -> Decoder:
     return Decoder(**{**everywhere(config), "windows": windows})
 
 
-MISTRAL = Family(
-    "mistral",
-    "Mistral",
-    read_mistral,
-    {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
-)
+MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}
+MISTRAL = Family("mistral", "Mistral", read_mistral, MISTRAL_DEFAULTS)
 
 
 # ---- Qwen2, Qwen2.5: q, k and v have a bias. Qwen3: each query head and key head has a norm before it rotates. Some
@@ -130,8 +138,9 @@ def rotating_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
 
 
 def read_smollm3(config: Mapping[str, Any]) -> Decoder:
-    rope, window = rotating_layers(config), window_of(config) if config["use_sliding_window"] else None
-    windows = layer_windows(config, window, lambda layer: not rope[layer])
+    rotates, window = rotating_layers(config), window_of(config) if config["use_sliding_window"] else None
+    windows = layer_windows(config, window, lambda layer: not rotates[layer])
+    rope = tuple(ROPE if is_rotating else None for is_rotating in rotates)
     return Decoder(windows=windows, rope=rope, **all_biases(config))
 
 
@@ -151,4 +160,137 @@ SMOLLM3 = Family(
     },
 )
 
-SUPPORTED = (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3)
+
+# ---- Seed-OSS: q, k and v have biases, o has none. Ministral and CWM: windows by layer ----
+
+
+def read_seed_oss(config: Mapping[str, Any]) -> Decoder:
+    biases = {**all_biases(config), "o_bias": bool(config["attention_out_bias"])}
+    return Decoder(**everywhere(config), **biases)
+
+
+def read_ministral(config: Mapping[str, Any]) -> Decoder:
+    windows = layer_windows(config, window_of(config), lambda layer: True)
+    return Decoder(**{**everywhere(config), "windows": windows})
+
+
+def read_cwm(config: Mapping[str, Any]) -> Decoder:
+    windows = layer_windows(config, window_of(config), lambda layer: layer % 4 != 0)
+    return Decoder(**{**everywhere(config), "windows": windows}, mlp_bias=bool(config["mlp_bias"]))
+
+
+SEED_OSS = Family(
+    "seed_oss",
+    "SeedOss",
+    read_seed_oss,
+    {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 524288,
+        "attention_bias": True,
+        "attention_out_bias": False,
+    },
+)
+MINISTRAL = Family("ministral", "Ministral", read_ministral, MISTRAL_DEFAULTS)
+CWM = Family(
+    "cwm",
+    "Cwm",
+    read_cwm,
+    {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": 8192,
+    },
+)
+
+
+# ---- Gemma 3, text: norms behind both sums, too, of weights 1 + w; layers with a window rotate otherwise ----
+
+REFUSED_OF_GEMMA = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+
+
+def read_gemma3(config: Mapping[str, Any]) -> Decoder:
+    for key in filter(config.get, REFUSED_OF_GEMMA):
+        raise UserError(f"config.json: {key} is {repr(config[key])[:60]}, which is not supported; Gemma 3 has none")
+    pattern = period(config, "sliding_window_pattern")
+    windows = layer_windows(config, window_of(config), lambda layer: (layer + 1) % pattern != 0)
+    names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    return Decoder(
+        windows=windows,
+        rope=tuple(FULL_ATTENTION if window is None else SLIDING_ATTENTION for window in windows),
+        **attention_biases(config),
+        head_norms=True,
+        norms=Norms(*names),
+        norm_offset=1.0,
+        embedding_scale=config["hidden_size"] ** 0.5,
+        rounds_scale=True,
+        attention_scale=positive(config, "query_pre_attn_scalar") ** -0.5,
+    )
+
+
+def period(config: Mapping[str, Any], key: str) -> int:
+    """Return every how many layers one has no window."""
+    value = config[key]
+    if type(value) is not int or value < 1:
+        raise UserError(f"config.json: {key} is {repr(value)[:60]}, but must be a number of layers")
+    return value
+
+
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3",
+    read_gemma3,
+    {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "hidden_activation": GELU,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+)
+
+
+# ---- EXAONE 4: norms behind both sums, none before; where some layers have a window, the others do not rotate ----
+
+
+def read_exaone4(config: Mapping[str, Any]) -> Decoder:
+    window = window_of(config)
+    pattern = 1 if window is None else period(config, "sliding_window_pattern")
+    windows = layer_windows(config, window, lambda layer: (layer + 1) % pattern != 0)
+    return Decoder(
+        windows=windows,
+        rope=tuple(ROPE if window is None or of_layer is not None else None for of_layer in windows),
+        head_norms=True,
+        norms=Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    )
+
+
+EXAONE4 = Family(
+    "exaone4",
+    "Exaone4",
+    read_exaone4,
+    {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+)
+
+
+# ---- Phi-3, Phi-4: fused projections; a part of each head rotates ----
+
+
+def read_phi3(config: Mapping[str, Any]) -> Decoder:
+    windows = (window_of(config),) * config["num_hidden_layers"]
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    share = positive({"partial_rotary_factor": 1.0, **config, **rope}, "partial_rotary_factor")
+    return Decoder(**{**everywhere(config), "windows": windows}, is_fused=True, rotary_share=share)
+
+
+PHI3 = Family(
+    "phi3", "Phi3", read_phi3, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None}
+)
+
+SUPPORTED = (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3, SEED_OSS, MINISTRAL, CWM, GEMMA3, EXAONE4, PHI3)

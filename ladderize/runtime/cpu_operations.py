@@ -6,6 +6,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
+from ladderize.families.base import GELU
 from ladderize.runtime.collectives.differentiable import Stream, whole
 from ladderize.runtime.kv_cache import KVCache, NoCache
 from ladderize.runtime.layers import RMSNorm, Sublayer
@@ -25,14 +26,18 @@ class CpuOperations(Operations):
         self._rotate, self._attend = library.ladderize_rotate, library.ladderize_attend
         self.threads = torch.get_num_threads()
 
-    def norm(self, norm: RMSNorm, x: Stream) -> Tensor:
+    def norm(self, norm: RMSNorm | None, x: Stream) -> Tensor:
         x = whole(x).contiguous()
+        if norm is None or norm.weight.dtype != x.dtype:
+            return super().norm(norm, x)
         out, width = torch.empty_like(x), x.shape[-1]
         pointers = x.data_ptr(), norm.weight.data_ptr(), out.data_ptr()
         self._rms_norm(TYPES[x.dtype], *pointers, x.numel() // width, width, norm.eps, self.threads)
         return out
 
-    def gated(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        if activation == GELU:
+            return super().gated(gate_up, activation)
         inner = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], inner)
         rows, pointers = out.numel() // inner, (gate_up.data_ptr(), out.data_ptr())
@@ -45,7 +50,8 @@ class CpuOperations(Operations):
         shape, decoder, index = weights.shape, weights.shape.decoder, weights.layer
         batch, tokens, _ = qkv.shape
         heads, kv_heads, dim = shape.own_heads, shape.own_kv_heads, shape.head_dim
-        rope = step.rope_factors.contiguous() if decoder.rope[index] else None
+        rotation = step.rotation(decoder, index)
+        rope = None if rotation is None else rotation.contiguous()
         if rope is not None and (rope.shape[0] not in (1, batch) or rope.shape[1:] != (tokens, 1, dim // 2)):
             raise ValueError(f"rope factors {tuple(rope.shape)} of {batch} x {tokens} tokens with heads of {dim}")
         rope_row = 0 if rope is None or rope.shape[0] == 1 else tokens * dim

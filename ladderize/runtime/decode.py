@@ -12,8 +12,10 @@ from torch import Tensor
 
 from ladderize.checkpoint.config import head_dim
 from ladderize.errors import UserError
+from ladderize.families.base import ROPE
 from ladderize.families.registry import known_family
 from ladderize.memory import check_room
+from ladderize.modeling import dense_class
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.sampling import Sampling
@@ -72,26 +74,34 @@ def are_sound(logits: Tensor) -> Tensor:
 
 
 def rope_table(config: dict[str, object], positions: int, device: torch.device) -> Tensor:
-    """Return cos + i sin [positions, head_dim / 2], of transformers' own rotary embedding, which all families
-    share, with all its scalings. Raises UserError for a rope that the runtime does not support."""
+    """Return cos + i sin [positions, head_dim / 2], of the family's own rotary embedding in transformers, with all its
+    scalings; of several rotations side by side. Raises UserError for a rope that the runtime does not support."""
     from transformers import CONFIG_MAPPING
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    family_config: Any = CONFIG_MAPPING[known_family(config).model_type].from_dict(config)
-    rope_type = (family_config.rope_parameters or {}).get("rope_type", "default")
-    if rope_type in ("dynamic", "longrope"):
+    family = known_family(config)
+    decoder, family_config = family.describe(config), CONFIG_MAPPING[family.model_type].from_dict(config)
+    stated: Any = family_config.rope_parameters or {}
+    rope_type, usual = stated.get("rope_type", "default"), getattr(family_config, "original_max_position_embeddings", 0)
+    if rope_type == "dynamic" or (rope_type == "longrope" and positions > usual):
+        limit = f" behind {usual} tokens" if usual else ""
         raise UserError(
-            f"config.json: rope_type {rope_type} changes with the length of the text, which the runtime does not"
+            f"config.json: rope_type {rope_type} changes with the length of the text{limit}, which the runtime does not"
             " support"
         )
-    cos, sin = LlamaRotaryEmbedding(family_config)(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None])
-    if cos.shape[-1] != head_dim(config):
-        raise UserError(
-            f"config.json: rope turns {cos.shape[-1]} of a head's {head_dim(config)} numbers (partial_rotary_factor),"
-            " which the runtime does not support"
-        )
-    half = cos.shape[-1] // 2  # the two halves of a head turn alike
-    return torch.complex(cos[0, :, :half], sin[0, :, :half]).to(device)
+    rotary, half = dense_class(family, "RotaryEmbedding")(family_config), head_dim(config) // 2
+    tables = []
+    for name in decoder.rotations or [ROPE]:
+        kind = () if name == ROPE else (name,)
+        cos, sin = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None], *kind)
+        rotating = cos.shape[-1] // 2  # the two halves of what rotates turn alike
+        if 2 * rotating != int(2 * half * decoder.rotary_share):
+            raise UserError(
+                f"config.json: rope turns {2 * rotating} of a head's {2 * half} numbers (partial_rotary_factor), which"
+                " the runtime does not support in this family"
+            )
+        turned = torch.complex(cos[0, :, :rotating], sin[0, :, :rotating])
+        tables.append(torch.cat((turned, turned.new_ones(positions, half - rotating)), -1))
+    return torch.cat(tables, -1).to(device)
 
 
 @dataclass

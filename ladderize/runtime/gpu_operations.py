@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ladderize.families.base import GELU
 from ladderize.runtime.collectives.differentiable import Stream, Unadded, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import JoinedLinears, Linear, RMSNorm, Sublayer
@@ -23,7 +24,9 @@ class GpuOperations(Operations):
         super().__init__()
         self.programs = programs
 
-    def norm(self, norm: RMSNorm, x: Stream) -> Tensor:
+    def norm(self, norm: RMSNorm | None, x: Stream) -> Tensor:
+        if norm is None:
+            return whole(x)
         if isinstance(x, Unadded) and len(x.summands) == 2:
             stream, added = x.summands
             total, normed = triton_kernels.add_rms_norm(stream, added, norm.weight, norm.eps)
@@ -32,12 +35,14 @@ class GpuOperations(Operations):
         return triton_kernels.rms_norm(whole(x), norm.weight, norm.eps)
 
     def mlp(self, weights: Sublayer, x: Stream, apart: Apart) -> Tensor:
+        if weights.shape.decoder.activation == GELU:
+            return super().mlp(weights, x, apart)
         return abreast(triton_kernels.swiglu(self.products_together(weights, x, apart)))
 
     def products_together(self, weights: Sublayer, x: Stream, apart: Apart) -> Tensor:
         """Return what the first projection of each virtual rank makes of what it reads: [ranks, ..., out]."""
         norm = weights.norm
-        if apart is None:
+        if apart is None or norm is None:
             return weights.column_parallel[0](self.norm(norm, x))[None]
         normed = triton_kernels.add_rms_norm(whole(x), stacked(apart), norm.weight, norm.eps)[1]
         return together(weights.column_parallel, normed)
@@ -58,7 +63,7 @@ class GpuOperations(Operations):
         cache = cache.kv_heads(0, ranks * shape.own_kv_heads)
         query = triton_kernels.rotate_and_store(
             qkv[0],
-            step.rope_factors if decoder.rope[index] else None,
+            step.rotation(decoder, index),
             norms,
             shape.eps,
             cache.keys[index],

@@ -85,6 +85,7 @@ def _packable() -> tuple[torch.dtype, ...]:
 class Sublayer:
     """One rank's part of an attention or an MLP; projections have an entry for each virtual rank computed apart.
 
+    norm, norm_behind: of what it reads, and of the sum that it adds to the stream.
     column_parallel: of q, k and v, or of gate and up, side by side.
     row_parallel, bias: o_proj's or down_proj's.
     shape: of one of the virtual ranks of ``column_parallel``.
@@ -94,12 +95,13 @@ class Sublayer:
 
     layer: int
     shape: Shape
-    norm: RMSNorm
+    norm: RMSNorm | None
     column_parallel: list[Linear]
     row_parallel: list[Linear]
     bias: Tensor | None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    norm_behind: RMSNorm | None = None
     head_norms: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

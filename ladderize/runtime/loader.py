@@ -64,18 +64,27 @@ def load_weights(
         sublayers += _layer(read, index, shape, virtual_ranks(layout, index, shape.tp_size), pack)
         advance(1)
     head = embed if shape.tied else read_slice(shape.vocab_slice("lm_head.weight"))
-    return Weights(embed, sublayers, RMSNorm(read("model.norm.weight"), shape.eps), Linear(head, pack=pack))
+    return Weights(embed, sublayers, norm_of(read("model.norm.weight"), shape), Linear(head, pack=pack))
+
+
+def norm_of(weight: Tensor, shape: Shape) -> RMSNorm:
+    """Return the norm of a stored weight; one that is 1 + w is kept in float32, since 16 bits would lose most of w."""
+    offset = shape.decoder.norm_offset
+    return RMSNorm(weight.float() + offset if offset else weight, shape.eps)
 
 
 def _layer(
     read: Callable[..., Tensor], index: int, shape: Shape, virtual: VirtualRanks, pack: bool
 ) -> tuple[Sublayer, Sublayer]:
     prefix, decoder, dim = f"model.layers.{index}.", shape.decoder, shape.head_dim
+    starts, rotary = shape.fused_rows, int(dim * decoder.rotary_share)
 
     def rows(name: str, bounds: tuple[int, int], biased: bool, *, paired: bool = False) -> list[Tensor]:
         """Return rows of a projection's weight, and of its bias if it has one."""
-        tensors = [read(f"{prefix}{name}.{kind}", 0, *bounds) for kind in ("weight", "bias")[: 1 + biased]]
-        return [pair_rope_rows(tensor, dim) for tensor in tensors] if paired else tensors
+        stored, first = starts.get(name, (name, 0))
+        begin, end = (first + bound for bound in bounds)
+        tensors = [read(f"{prefix}{stored}.{kind}", 0, begin, end) for kind in ("weight", "bias")[: 1 + biased]]
+        return [pair_rope_rows(tensor, dim, rotary) for tensor in tensors] if paired else tensors
 
     def fused(*projections: list[Tensor]) -> Linear:
         return Linear(*map(torch.cat, zip(*projections, strict=True)), pack=pack)
@@ -98,31 +107,44 @@ def _layer(
     def gate_up(rank: Shape) -> Linear:
         return fused(*(rows(f"mlp.{name}_proj", rank.inner_rows(), decoder.mlp_bias) for name in ("gate", "up")))
 
-    names = ("q", "k") if decoder.head_norms else ()
+    def norm(name: str | None) -> RMSNorm | None:
+        return None if name is None else norm_of(read(f"{prefix}{name}.weight"), shape)
+
+    def head_norm(name: str) -> Tensor | None:
+        if not decoder.head_norms:
+            return None
+        weight = read(f"{prefix}self_attn.{name}_norm.weight")
+        return pair_rope_rows(norm_of(weight, shape).weight, dim, rotary)
+
     attention = Sublayer(
         index,
         rank_shape(shape, virtual.qkv),
-        RMSNorm(read(f"{prefix}input_layernorm.weight"), shape.eps),
+        norm(decoder.norms.before_attention),
         of_ranks(virtual.qkv, qkv),
         of_ranks(virtual.o, lambda rank: sent("self_attn.o_proj", rank.query_rows())),
         read(f"{prefix}self_attn.o_proj.bias") if decoder.o_bias else None,
-        *(pair_rope_rows(read(f"{prefix}self_attn.{name}_norm.weight"), dim) for name in names),
+        head_norm("q"),
+        head_norm("k"),
+        norm(decoder.norms.behind_attention),
     )
     mlp = Sublayer(
         index,
         rank_shape(shape, virtual.gate_up),
-        RMSNorm(read(f"{prefix}post_attention_layernorm.weight"), shape.eps),
+        norm(decoder.norms.before_mlp),
         of_ranks(virtual.gate_up, gate_up),
         of_ranks(virtual.down, lambda rank: sent("mlp.down_proj", rank.inner_rows())),
         read(f"{prefix}mlp.down_proj.bias") if decoder.mlp_bias else None,
+        norm_behind=norm(decoder.norms.behind_mlp),
     )
     return attention, mlp
 
 
-def pair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
+def pair_rope_rows(rows: Tensor, head_dim: int, rotary: int) -> Tensor:
     """Reorder each head's rows so that the two that rope turns together are neighbours, as a complex product needs.
-    Done to q and k alike, this changes no attention score."""
-    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(rows.shape)
+    Done to q and k alike, this changes no attention score. rotary: the rows of a head that turn, its first ones."""
+    heads = rows.unflatten(0, (-1, head_dim))
+    paired = heads[:, :rotary].unflatten(1, (2, rotary // 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((paired, heads[:, rotary:]), 1).reshape(rows.shape)
 
 
 def unpair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:

@@ -61,13 +61,13 @@ class TPLlama:
         yield
         assert sent is not None
         residual, x = self.arrived(sent)
-        sent = None
+        sent, behind = None, None  # the norm behind the sum that is on its way
         apart: list[Tensor] | None = None  # what each virtual rank reads beside x: its partial of the sub-module before
         for number, mode in enumerate(self.modes):
             weights = taken.pop(0)
             partials = self.partials(number, weights, x, apart, step, cache)
             if sent is not None:  # waited for behind the compute: that is the overlap
-                residual, x = self.arrived(sent)
+                residual, x = self.arrived(sent, residual, behind)
                 sent = None
             apart, bias = None, self.scaled(weights.bias)
             if mode in APART:
@@ -79,17 +79,23 @@ class TPLlama:
                 message = apart[0].clone() if len(apart) == 1 else sum_of(apart)
                 sent = PendingSum(self.groups.across, residual, None, message)
             else:
-                sent = PendingSum(self.collectives, residual, bias, partials.pop())
+                behind = weights.norm_behind
+                sent = PendingSum(self.collectives, None if behind else residual, bias, partials.pop())
             taken = self.upcoming(number + 1)
             yield
             if mode not in HIDING:
-                residual, x = self.arrived(sent)
+                residual, x = self.arrived(sent, residual, behind)
                 sent = None
         return self.end(x)  # the last MLP sync is blocking: nothing is on its way
 
-    def arrived(self, sent: PendingSum) -> tuple[Stream, Stream]:
-        """Wait for a sum; return the stream with it, and the same as x."""
-        return sent.wait(unadded=self.operations.adds_in_norm)
+    def arrived(self, sent: PendingSum, residual: Stream | None = None, behind: Any = None) -> tuple[Stream, Stream]:
+        """Wait for a sum; return the stream with it, and the same as x. behind: the norm that the sum goes through
+        before it is added to ``residual``; None: it was sent with the stream."""
+        if behind is None:
+            return sent.wait(unadded=self.operations.adds_in_norm)
+        assert residual is not None
+        total, _ = sent.wait(unadded=False)
+        return (whole(residual) + self.operations.norm(behind, total),) * 2
 
     def end(self, x: Stream) -> Tensor:
         scale = self.shape.decoder.logits_scale
@@ -149,7 +155,7 @@ class TPLlama:
     def embed(self, ids: Tensor) -> PendingSum:
         """Return the embedding of ids [batch, tokens] as a sum [batch, tokens, hidden]. Each rank looks up its own part
         of the vocabulary."""
-        scale = self.shape.decoder.embedding_scale
+        scale, decoder = self.shape.decoder.embedding_scale, self.shape.decoder
         if self.shape.replicate_vocab:
             rows, collectives = self.weights.rows(ids), ALONE
         else:
@@ -157,6 +163,8 @@ class TPLlama:
             inside = (rows_here >= 0) & (rows_here < self.shape.own_vocab)
             rows = self.weights.rows(rows_here.clamp(0, self.shape.own_vocab - 1)) * inside.unsqueeze(-1)
             collectives = self.collectives
+        if decoder.rounds_scale:
+            scale = torch.tensor(scale, dtype=rows.dtype).item()
         return PendingSum(collectives, None, None, rows if scale == 1 else rows * scale)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ladderize.families.base import GELU
 from ladderize.runtime.collectives.differentiable import Stream, whole
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import Linear, RMSNorm, Sublayer
@@ -23,8 +24,8 @@ class Operations:
     def __init__(self, note: str = "") -> None:
         self.note = note  # for the user
 
-    def norm(self, norm: RMSNorm, x: Stream) -> Tensor:
-        return norm(whole(x))
+    def norm(self, norm: RMSNorm | None, x: Stream) -> Tensor:
+        return whole(x) if norm is None else norm(whole(x))
 
     def attention(self, weights: Sublayer, x: Stream, apart: Apart, step: Step, cache: KVCache) -> Tensor:
         """Return o_proj's input, [batch, tokens, own heads * head_dim], of the virtual ranks side by side; keys and
@@ -52,8 +53,9 @@ class Operations:
         query_key, value = qkv.float().unflatten(-1, (-1, shape.head_dim)).split((heads + kv_heads, kv_heads), 2)
         if weights.head_norms is not None:
             query_key = norm_heads(query_key, weights.head_norms, shape.eps)
-        if decoder.rope[weights.layer]:
-            query_key = rotate(query_key, step.rope_factors)
+        factors = step.rotation(decoder, weights.layer)
+        if factors is not None:
+            query_key = rotate(query_key, factors)
         query, key = query_key.split((heads, kv_heads), 2)
         query, key, value = (projected.transpose(1, 2) for projected in (query, key, value))
         cache.write(weights.layer, step.columns, key, value)
@@ -70,13 +72,14 @@ class Operations:
 
     def mlp(self, weights: Sublayer, x: Stream, apart: Apart) -> Tensor:
         """Return down_proj's input, [batch, tokens, own inner], of the virtual ranks side by side, as ``attention``."""
-        inner = [*map(self.gated, self.products(weights, x, apart))]
+        activation = weights.shape.decoder.activation
+        inner = [self.gated(product, activation) for product in self.products(weights, x, apart)]
         return inner[0] if len(inner) == 1 else torch.cat(inner, -1)
 
-    def gated(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up, [..., inner], of both side by side, [..., 2 * inner]."""
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """Return activation(gate) * up, [..., inner], of both side by side, [..., 2 * inner]."""
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
+        return (F.gelu(gate, approximate="tanh") if activation == GELU else F.silu(gate)) * up
 
 
 def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:

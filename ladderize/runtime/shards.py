@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ladderize.checkpoint.config import FUSED
 from ladderize.errors import UserError
-from ladderize.families.base import Decoder
+from ladderize.families.base import GELU, SILU, Decoder
 from ladderize.families.registry import complete_config, known_family
 from ladderize.files.documents import read_json
 from ladderize.layout import APART, CONFIG_KEYS, Layout, LayoutError, check_split, runnable_sizes
 
-ACTIVATIONS = ("silu", "swish")
+ACTIVATIONS = (SILU, "swish", GELU)
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,20 @@ class Shape:
     def vocab_start(self) -> int:
         return 0 if self.replicate_vocab else self.rank * self.own_vocab
 
+    @property
+    def fused_rows(self) -> dict[str, tuple[str, int]]:
+        """By the name of a projection in a layer the fused one that has its rows, and the first of them."""
+        sizes = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
+        rows = {f"self_attn.{name}_proj": count * self.head_dim for name, count in sizes.items()}
+        rows |= {f"mlp.{name}_proj": self.inner for name in ("gate", "up")}
+        starts = {}
+        for fused, names in FUSED.items() if self.decoder.is_fused else ():
+            first = 0
+            for name in names:
+                starts[name] = fused, first
+                first += rows[name]
+        return starts
+
     def query_rows(self) -> tuple[int, int]:
         width = self.own_heads * self.head_dim
         return self.rank * width, (self.rank + 1) * width
@@ -113,9 +128,9 @@ class Shape:
 
 def check_activation(config: Mapping[str, Any]) -> None:
     """Raise UserError for an MLP that the runtime does not compute."""
-    activation = config.get("hidden_act", "silu")
+    activation = known_family(config).describe(config).activation
     if activation not in ACTIVATIONS:
-        raise UserError(f"config.json: hidden_act is {activation!r}; the runtime supports silu only")
+        raise UserError(f"config.json: the activation is {activation!r}; the runtime knows {', '.join(ACTIVATIONS)}")
 
 
 def check_runnable(

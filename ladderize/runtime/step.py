@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ladderize.families.base import Decoder
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.schedule import Schedule
 
@@ -16,7 +17,7 @@ from ladderize.runtime.schedule import Schedule
 class Step:
     """The positions of one forward pass's tokens.
 
-    rope_factors: complex [batch or 1, tokens, 1, head_dim / 2].
+    rope_factors: complex [batch or 1, tokens, 1, head_dim / 2], of several rotations side by side.
     columns: the first cache column of the tokens, or a tensor of their columns, [tokens].
     length: the columns of the cache that attention sees; 0: a prompt, which sees itself alone.
     mask: bool [batch or 1, 1, tokens, columns in view], True where a token may look; None: everything, or with
@@ -30,6 +31,11 @@ class Step:
     mask: Tensor | None = None
     causal: bool = False
     near: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def rotation(self, decoder: Decoder, layer: int) -> Tensor | None:
+        """Return the factors of a layer's rotation; None: its queries and keys do not rotate."""
+        name, names = decoder.rope[layer], decoder.rotations
+        return None if name is None else self.rope_factors.chunk(len(names), -1)[names.index(name)]
 
     def with_windows(self, windows: Iterable[int], tokens: int) -> "Step":
         """Return this step with a mask for each of ``windows`` that hides something: a token sees itself and window - 1

@@ -110,7 +110,12 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBack
     shape = Shape.from_config(_config(vllm_config), tp_size=ranks, rank=0)
     # on GPUs the order of the program rests on the cuts in the graph, which only vLLM's own compilation makes
     modes = {CompilationMode.STOCK_TORCH_COMPILE, *([CompilationMode.DYNAMO_TRACE_ONCE] if cuda else [])}
+    decoder = shape.decoder
     of_any_layout = {
+        "in vLLM ladderize computes no norms behind sums, fused projections or heads that rotate in part; serve the"
+        " dense model, or run this one on ladderize's runtime or in transformers": (
+            decoder.norms_sums or decoder.is_fused or decoder.rotary_share < 1
+        ),
         "a ladderized model has no pipeline stages; use --pipeline-parallel-size 1 and more --tensor-parallel-size": (
             parallel.pipeline_parallel_size > 1
         ),

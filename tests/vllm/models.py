@@ -37,15 +37,15 @@ class Case:
 CASES = {
     "dense": Case(),
     "dense with norms of heads": Case(family="qwen3"),
-    "ladder all": Case(ladder="all"),
+    "ladder all": Case(ladder="all", family="cwm"),
     "ladder upper half": Case(ladder="2:", family="qwen3"),
     "spd 2": Case(spd="all", sync_tp_size=2, family="granite"),
-    "spd 4": Case(spd="all", sync_tp_size=4, config={"mlp_bias": True, "num_key_value_heads": 2}),
+    "spd 4": Case(spd="all", sync_tp_size=4, config={"mlp_bias": True, "num_key_value_heads": 2}, family="seed_oss"),
     "spd and ladder": Case(ladder="all", spd="all", sync_tp_size=4, family="qwen2"),
     "spd below ladder": Case(ladder="1:", spd="0:2", sync_tp_size=2, family="mistral"),
     "mixed": Case(ladder="1,3", spd="0:2", sync_tp_size=2, config={"mlp_bias": True, "tie_word_embeddings": True}),
     "delayed 2": Case(delayed="all", sync_tp_size=2, config={"mlp_bias": True}, family="granite"),
-    "delayed and spd": Case(delayed="1:", spd="0,3", sync_tp_size=4, config={"mlp_bias": True}),
+    "delayed and spd": Case(delayed="1:", spd="0,3", sync_tp_size=4, family="ministral"),
     # a blocking sync point behind an overlapped one has no name
     "drawn": Case(sync_tp_size=2, drawn=True, config={"mlp_bias": True, "tie_word_embeddings": True}),
     "fewer KV heads than ranks": Case(

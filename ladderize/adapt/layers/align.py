@@ -27,7 +27,7 @@ from ladderize.adapt.layers.layer_files import LayerJob
 from ladderize.adapt.layers.options import AlignOptions, widest_input
 from ladderize.adapt.layers.ridge import Batches, ProjectionReport, RankRows, affine, refit, with_ones
 from ladderize.adapt.layers.windows import Windows
-from ladderize.blocks import Blocks, check_finite
+from ladderize.blocks import Blocks, check_finite, fused_of, projection_of
 from ladderize.checkpoint.config import kv_head_count
 from ladderize.console import Console, human_bytes
 from ladderize.files.records import Record
@@ -127,10 +127,11 @@ Tokens = tuple[Tensor, Tensor]
 
 class Streams:
     """States [..., windows, tokens, width] between two sub-modules, of this rank's windows, training ones first: the
-    ``dense`` model's stream, the converted model's ``complete`` one, the ``visible`` ones that the virtual ranks' next
-    attention reads [readers, ...], the inputs of its o_proj (``heads``) and, on CPUs alone, of its down_proj
-    (``inner``): a GPU computes them again sooner than it finds the room. In front of the first converted layer the
-    models are one (``is_common``), and only ``dense`` is written."""
+    ``dense`` model's stream, the converted model's ``complete`` one, the ``visible`` ones that the virtual ranks'
+    next attention reads [readers, ...], the inputs of its o_proj (``heads``), where norms come behind sums the
+    dense model's ``sums`` before them, and, on CPUs alone, the inputs of its down_proj (``inner``): a GPU computes
+    them again sooner than it finds the room. In front of the first converted layer the models are one
+    (``is_common``), and only ``dense`` is written."""
 
     def __init__(self, blocks: Blocks, windows: Windows, ranks: Ranks, readers: int = 1) -> None:
         self.blocks, self.ranks, self.is_common = blocks, ranks, True
@@ -140,6 +141,8 @@ class Streams:
         stream = (*self.ids.shape, int(blocks.config["hidden_size"]))
         heads = int(blocks.checkpoint.tensors["model.layers.0.self_attn.o_proj.weight"].shape[1])
         shapes = {"dense": stream, "complete": stream, "visible": (readers, *stream), "heads": (*self.ids.shape, heads)}
+        if blocks.decoder.norms_sums:
+            shapes["sums"] = stream
         if ranks.device.type == "cpu":
             shapes["inner"] = (*self.ids.shape, int(blocks.config["intermediate_size"]))
         dtypes = dict.fromkeys(shapes, torch.float32) | {"heads": blocks.dtype, "inner": blocks.dtype}
@@ -231,7 +234,7 @@ class Side:
 
     def inner(self, streams: Tensor) -> Tensor:
         """Return the inputs of down_proj [windows, tokens, intermediate] from the streams that the MLP reads."""
-        return self.layer.mlp_slices(self.layer.post_attention_layernorm(streams))
+        return self.layer.mlp_slices(self.layer.read_by_mlp(streams))
 
     def after_mlp(self, stream: Tensor, visible: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
         """Return the complete stream, and what the next attention reads: [..., windows, tokens, hidden]."""
@@ -288,6 +291,7 @@ class LayerAlignment:
         streams.check()
         # Unsolved projections keep their stored bits.
         solved = {report.projection for report in reports if report.ridge is not None}
+        solved |= {fused_of(name) for name in solved}
         current, made = converted.layer.state_dict(), dict(self.weights)
         for name, tensor in self.weights.items():
             if name.rpartition(".")[0] in solved:
@@ -309,22 +313,26 @@ class LayerAlignment:
 
     def _attention_reads(self, rows: Tensor) -> Tokens:
         visible = self.streams.read("visible", rows, self.converted.readers)
-        inputs = self.converted.layer.input_layernorm(visible)
-        return inputs, self.dense.layer.input_layernorm(self.streams.read("dense", rows))
+        inputs = self.converted.layer.read_by_attention(visible)
+        return inputs, self.dense.layer.read_by_attention(self.streams.read("dense", rows))
 
     def _attention_writes(self, rows: Tensor) -> Tokens:
         return self.streams.read("heads", rows), self._missing(rows, self.streams.read("complete", rows))
 
     def _mlp_reads(self, rows: Tensor) -> Tokens:
         reads, _, _ = self._after_attention(rows)
-        inputs = self.converted.layer.post_attention_layernorm(reads)
-        return inputs, self.dense.layer.post_attention_layernorm(self.streams.read("dense", rows))
+        inputs = self.converted.layer.read_by_mlp(reads)
+        return inputs, self.dense.layer.read_by_mlp(self.streams.read("dense", rows))
 
     def _mlp_writes(self, rows: Tensor) -> Tokens:
         reads, stream, _ = self._after_attention(rows)
         return self._inner(rows, reads), self._missing(rows, stream)
 
     def _missing(self, rows: Tensor, stream: Tensor) -> Tensor:
+        """Return what a sum must be for the stream behind it to be the dense model's; where a norm comes between, the
+        dense model's own sum."""
+        if "sums" in self.streams.states:
+            return self.streams.read("sums", rows)
         return (self.streams.read("dense", rows) - stream) / self.converted.scale
 
     def _after_attention(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -345,6 +353,8 @@ class LayerAlignment:
     def _attend_dense(self, rows: Tensor) -> None:
         before = self.streams.read("dense", rows)
         heads = self.dense.blocks.heads(self.dense.layer, before)
+        if "sums" in self.streams.states:
+            self.streams.write("sums", rows, self.dense.layer.self_attn.o_proj(heads))
         _, stream, _ = self.dense.layer.after_attention(before, heads)
         self.streams.write("dense", rows, stream)
 
@@ -356,7 +366,10 @@ class LayerAlignment:
 
     def _leave_dense(self, rows: Tensor) -> None:
         stream = self.streams.read("dense", rows)
-        complete, _ = self.dense.after_mlp(stream, stream, self.dense.inner(stream))
+        inner = self.dense.inner(stream)
+        if "sums" in self.streams.states:
+            self.streams.write("sums", rows, self.dense.layer.mlp.down_proj(inner))
+        complete, _ = self.dense.after_mlp(stream, stream, inner)
         self.streams.write("dense", rows, complete)
 
     def _leave(self, rows: Tensor) -> None:
@@ -371,8 +384,8 @@ class LayerAlignment:
         """Solve projections with the same inputs together. ``tokens`` returns inputs and targets of a batch of windows;
         each of ``ranks`` virtual ranks has rows of its own, and the inputs of as many neighbouring readers as share it.
         Where projections read the stream, targets are what the dense model's projections make of theirs."""
-        projections = [self.converted.layer.get_submodule(name) for name in names]
-        teachers = [self.dense.layer.get_submodule(name) for name in names]
+        projections = [projection_of(self.converted.layer, name) for name in names]
+        teachers = [projection_of(self.dense.layer, name) for name in names]
         solved = []
         for rank in range(ranks):
             readout = affine(teachers, rank, ranks) if reads else None
@@ -392,6 +405,8 @@ class LayerAlignment:
             for rank_rows, x in zip(solved, inputs, strict=True):
                 rank_rows.add(x, values)
         stored = {name: tensor.dtype for name, tensor in self.weights.items()}
+        for name in names:
+            stored.setdefault(f"{name}.weight", stored.get(f"{fused_of(name)}.weight", torch.float32))
         reports = refit(names, projections, solved, batches(True), RIDGES, self.streams.ranks, stored)
         self.streams.check()  # first: it names the model
         for report in reports:

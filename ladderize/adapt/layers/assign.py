@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from ladderize.adapt.layers.layer_files import Contender, assigned_weights, heldout_measures
 from ladderize.adapt.layers.options import HEADS, NEURONS, SHORT, AssignOptions
 from ladderize.adapt.layers.windows import Windows, read_rows, split_windows
-from ladderize.blocks import Blocks, State, check_finite, compute_dtype
+from ladderize.blocks import Blocks, State, check_finite, compute_dtype, projection_of
 from ladderize.checkpoint.config import kv_head_count, most_positions, stored_dtype
 from ladderize.checkpoint.opening import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
@@ -91,12 +91,12 @@ class ApartBlock:
 
     def inner(self, stream: Tensor, neurons: Tensor | slice = ALL) -> Tensor:
         """Return the inputs of down_proj [tokens, neurons] from the stream that the MLP reads."""
-        mlp, x = self.layer.mlp, self.layer.post_attention_layernorm(stream)
+        x = self.layer.read_by_mlp(stream)
         gate, up = (
             linear(x, projection.weight[neurons], projection.bias[neurons] if projection.bias is not None else None)
-            for projection in (mlp.gate_proj, mlp.up_proj)
+            for projection in (projection_of(self.layer, name) for name in ("mlp.gate_proj", "mlp.up_proj"))
         )
-        return mlp.act_fn(gate) * up
+        return self.layer.activation(gate) * up
 
     def costs(self, tokens: BlockTokens, sets: Sequence[tuple[int, ...]], neurons: Tensor | slice = ALL) -> np.ndarray:
         """Return what each neuron costs where it sees a set of units instead of all: float64 [neurons, sets]. Raises

@@ -185,7 +185,7 @@ def refit(
             if now[number] < best[number] - WORTH_LESS_RIDGE * (before[number] - best[number]):
                 best[number], chosen[number] = now[number], ridge
                 whole = torch.cat([weights.split(sizes)[number] for weights in solved])
-                projection.weight.data = whole[:, : projection.in_features].to(projection.weight.dtype)
+                projection.weight.data.copy_(whole[:, : projection.in_features])  # in place: it may be rows of another
                 if projection.bias is not None:
                     projection.bias.data = whole[:, -1].to(projection.bias.dtype)
     shares = [(squares / power).where(power != 0, 0.0).tolist() for squares in (before, best)]

@@ -92,7 +92,7 @@ def family_config(prefix):
     """
     name = f"Ladderized{prefix}Config"
     if name not in globals():
-        dense = getattr(transformers, f"{prefix}Config")
+        dense = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
         named = {"__module__": __name__, "model_type": f"ladderized_{dense.model_type}"}
         globals()[name] = type(name, (LadderizedConfig, dense), named)
     return globals()[name]

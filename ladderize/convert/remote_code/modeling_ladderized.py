@@ -21,7 +21,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 from transformers.utils import logging
 
 from .configuration_ladderized import family_config
@@ -36,29 +36,25 @@ class HeadsOnlyAttention:
     """A family's attention up to, but without, `o_proj`, whose product may stay split by rank.
 
     Its input may be apart for each rank, [ranks, batch, tokens, hidden]: rank k's heads are then of the k-th, and where
-    there are more ranks than KV heads each rank has keys and values of its own.
+    there are more ranks than KV heads each rank has keys and values of its own. A class of it names `rotate`, the
+    family's rotation of queries and keys.
     """
 
     def query_key_value(self, hidden_states, position_embeddings):
         """[batch, heads, tokens, head_dim] each, as attention reads them."""
-        if hidden_states.ndim == 4:
-            ranks, kv_heads = len(hidden_states), self.config.num_key_value_heads
-            query, key, value = (
-                column_parallel(projection, hidden_states, ranks, blocks)
-                for projection, blocks in (
-                    (self.q_proj, ranks),
-                    (self.k_proj, min(ranks, kv_heads)),
-                    (self.v_proj, min(ranks, kv_heads)),
-                )
-            )
-        else:
-            query, key, value = (projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        kv_heads = self.config.num_key_value_heads
+        counts = (self.config.num_attention_heads, kv_heads, kv_heads)
+        blocks = [min(count, len(hidden_states)) for count in counts] if hidden_states.ndim == 4 else None
+        sizes = [count * self.head_dim for count in counts]
+        query, key, value = projected(self, "qkv_proj", ("q_proj", "k_proj", "v_proj"), sizes, hidden_states, blocks)
         query, key, value = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (query, key, value))
         if hasattr(self, "q_norm"):  # of each head
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        if getattr(self, "use_rope", True):
-            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        # SmolLM3 says which layers rotate; in EXAONE 4 those without a window do not, where others have one
+        is_near = getattr(self, "is_sliding", True) or self.sliding_window is None
+        if getattr(self, "use_rope", is_near):
+            query, key = self.rotate(query, key, *position_embeddings)
         return query, key, value
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
@@ -69,7 +65,9 @@ class HeadsOnlyAttention:
         elif past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        kwargs = {"sliding_window": self.sliding_window, **kwargs} if hasattr(self, "sliding_window") else kwargs
+        # that of the layer, or of all layers
+        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+        kwargs = {"sliding_window": window if getattr(self, "is_sliding", True) else None, **kwargs}
         dropout = self.attention_dropout if self.training else 0.0
         output, weights = attend(
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
@@ -99,6 +97,8 @@ class LadderizedDecoderLayer:
         self.sync_tp_size = config.sync_tp_size
         reads_apart = layer_idx > 0 and config.mlp_sync[layer_idx - 1] == "delayed"
         self.keeps_apart = self.attention_sync in ("delayed", "dropped")
+        if self.norms_sums and (self.keeps_apart or self.mlp_sync == "delayed"):
+            raise ValueError("a norm behind a sum needs all of it, so its sync point cannot be delayed or dropped")
         if self.keeps_apart or reads_apart:
             self.self_attn.__class__ = self.heads_only
         if reads_apart:
@@ -111,13 +111,36 @@ class LadderizedDecoderLayer:
         return super().__call__(*state, *args, **kwargs)
 
     def forward(self, hidden_states, visible=None, **kwargs):
-        attention_input = self.input_layernorm(hidden_states if visible is None else visible)
+        attention_input = self.read_by_attention(hidden_states if visible is None else visible)
         attention_output, _ = self.self_attn(attention_input, **kwargs)
         mlp_input, stream, visible = self.after_attention(hidden_states, attention_output)
-        inputs = self.post_attention_layernorm(mlp_input)
+        inputs = self.read_by_mlp(mlp_input)
         if self.mlp_sync != "delayed" and not self.keeps_apart:
-            return self.after_mlp(stream, visible, None, None, self.scaled(self.mlp(inputs)))
+            return self.after_mlp(stream, visible, None, None, self.added_by_mlp(self.mlp(inputs)))
         return self.after_mlp(stream, visible, *self.mlp_products(self.mlp_slices(inputs)))
+
+    @property
+    def norms_sums(self):
+        """True if a norm comes behind each sum, which so must be complete: no sync point is delayed or dropped."""
+        return hasattr(self, "post_feedforward_layernorm")
+
+    def read_by_attention(self, stream):
+        """Return what attention reads of the stream."""
+        return self.input_layernorm(stream) if hasattr(self, "input_layernorm") else stream
+
+    def read_by_mlp(self, stream):
+        """Return what the MLP reads of the stream."""
+        if not self.norms_sums:
+            return self.post_attention_layernorm(stream)
+        return self.pre_feedforward_layernorm(stream) if hasattr(self, "pre_feedforward_layernorm") else stream
+
+    def added_by_attention(self, output):
+        """Return what attention's sum adds to the stream."""
+        return self.post_attention_layernorm(output) if self.norms_sums else self.scaled(output)
+
+    def added_by_mlp(self, output):
+        """Return what the MLP's sum adds to the stream."""
+        return self.post_feedforward_layernorm(output) if self.norms_sums else self.scaled(output)
 
     def after_attention(self, hidden_states, attention_output):
         """Return the stream that the MLP reads, where sums are kept apart [ranks, ...]; the complete stream; and what
@@ -135,7 +158,7 @@ class LadderizedDecoderLayer:
             return mlp_input, stream, mlp_input if self.mlp_sync == "delayed" else before
         if isinstance(self.self_attn, HeadsOnlyAttention):
             attention_output = self.self_attn.o_proj(attention_output)
-        stream = hidden_states + self.scaled(attention_output)
+        stream = hidden_states + self.added_by_attention(attention_output)
         return stream if self.attention_sync == "blocking" else hidden_states, stream, stream
 
     def mlp_slices(self, inputs):
@@ -144,18 +167,17 @@ class LadderizedDecoderLayer:
         inputs: [..., hidden], or apart for each rank, [ranks, ..., hidden]: rank k's MLP reads the k-th alone.
         """
         mlp = self.mlp
-        if self.keeps_apart:
-            gate, up = (column_parallel(linear, inputs, self.sync_tp_size) for linear in (mlp.gate_proj, mlp.up_proj))
-        else:
-            gate, up = mlp.gate_proj(inputs), mlp.up_proj(inputs)
-        return mlp.act_fn(gate) * up
+        blocks = [self.sync_tp_size] * 2 if self.keeps_apart else None
+        sizes = [mlp.down_proj.in_features] * 2
+        gate, up = projected(mlp, "gate_up_proj", ("gate_proj", "up_proj"), sizes, inputs, blocks)
+        return self.activation(gate) * up
 
     def mlp_products(self, slices):
         """Return the MLP's products by rank [ranks, ..., hidden] and its bias, both None unless its sum is delayed, and
         the sum of both."""
         down_proj = self.mlp.down_proj
         if self.mlp_sync != "delayed" and not (self.keeps_apart and reads_otherwise(base_linear(down_proj))):
-            return None, None, self.scaled(down_proj(slices))  # which already is the sum of the ranks' products
+            return None, None, self.added_by_mlp(down_proj(slices))  # already the sum of the ranks' products
         by_rank, bias = row_parallel(down_proj, slices, self.sync_tp_size)
         by_rank, bias = self.scaled(by_rank), None if bias is None else self.scaled(bias)
         output = by_rank.sum(0)
@@ -170,9 +192,33 @@ class LadderizedDecoderLayer:
             visible = (visible if bias is None else visible + bias) + by_rank
         return complete, visible
 
+    @property
+    def activation(self):
+        return self.mlp.act_fn if hasattr(self.mlp, "act_fn") else self.mlp.activation_fn
+
     def scaled(self, output):
         """Return the part of what attention or the MLP computed that is added to the stream."""
         return output if self.residual_multiplier == 1 else output * self.residual_multiplier
+
+
+def projected(module, fused, names, sizes, inputs, blocks=None):
+    """Return the outputs of the column-parallel projections `names` of a module, or of the rows of its `fused` one.
+
+    sizes: the outputs of each.
+    blocks: where the inputs are apart for each rank, [ranks, ...]: see `column_parallel`.
+    """
+    is_fused = hasattr(module, fused)
+    linears = [getattr(module, fused if is_fused else name) for name in names]
+    if blocks is None and is_fused:
+        return linears[0](inputs).split(sizes, -1)
+    if blocks is None:
+        return [linear(inputs) for linear in linears]
+    outputs, begin = [], 0
+    for linear, size, block in zip(linears, sizes, blocks):
+        rows = slice(begin, begin + size) if is_fused else slice(None)
+        outputs.append(column_parallel(linear, inputs, len(inputs), block, rows))
+        begin += size
+    return outputs
 
 
 def row_parallel(projection, inputs, ranks):
@@ -201,24 +247,23 @@ def row_parallel(projection, inputs, ranks):
     return output, base_linear(projection).bias
 
 
-def column_parallel(projection, inputs, ranks, blocks=None):
-    """Return the ranks' outputs of a column-parallel projection, side by side, bias included.
+def column_parallel(projection, inputs, ranks, blocks, rows=slice(None)):
+    """Return the ranks' outputs of some rows of a column-parallel projection, side by side, bias included.
 
     inputs: [ranks, ..., in], one for each rank; rank k computes the k-th contiguous part of the outputs.
-    blocks: the parts of the outputs where these are fewer than the ranks; neighbours then compute the same one.
+    blocks: the parts of the outputs; where these are fewer than the ranks, neighbours compute the same one.
     Returns [..., out].
     """
-    blocks = blocks or ranks
 
-    def owned(rows):
-        return rows.unflatten(0, (blocks, -1)).repeat_interleave(ranks // blocks, 0)
+    def owned(weight):
+        return weight[rows].unflatten(0, (blocks, -1)).repeat_interleave(ranks // blocks, 0)
 
     def multiply(weight, inputs):
         return torch.einsum("n...h,noh->...no", inputs, owned(weight)).flatten(-2)
 
     weights = sliceable(projection, inputs)
     if weights is None:
-        whole = (projection(inputs[k]).unflatten(-1, (blocks, -1)) for k in range(ranks))
+        whole = (projection(inputs[k])[..., rows].unflatten(-1, (blocks, -1)) for k in range(ranks))
         return torch.cat([output[..., k * blocks // ranks, :] for k, output in enumerate(whole)], dim=-1)
     weight, adapters = weights
     output = multiply(weight, inputs)
@@ -343,13 +388,14 @@ def make_family(prefix):
 
     def make(suffix, *bases, **attributes):
         name = f"Ladderized{prefix}{suffix}"
-        bases = [base if isinstance(base, type) else dense[f"{prefix}{base}"] for base in bases]
+        # a text model that has a multimodal brother, whose name it would be, is called so
+        names = {"Model": "TextModel"} if f"{prefix}TextModel" in dense else {}
+        bases = [base if isinstance(base, type) else dense[f"{prefix}{names.get(base, base)}"] for base in bases]
         classes[name] = type(name, tuple(bases), {"__module__": __name__, **attributes})
         return classes[name]
 
-    # Mistral's attention, of the families here, reads the window of all its layers from the config
-    window = {"sliding_window": property(lambda self: self.config.sliding_window)} if prefix == "Mistral" else {}
-    config, attention = family_config(prefix), make("Attention", HeadsOnlyAttention, "Attention", **window)
+    rotate = staticmethod(dense["apply_rotary_pos_emb"])
+    config, attention = family_config(prefix), make("Attention", HeadsOnlyAttention, "Attention", rotate=rotate)
     layer = make("DecoderLayer", LadderizedDecoderLayer, "DecoderLayer", heads_only=attention)
     base = make("PreTrainedModel", "PreTrainedModel", config_class=config, _no_split_modules=[layer.__name__])
     model = make("Model", LadderizedModel, base, "Model", layer_class=layer)

@@ -62,6 +62,7 @@ class TrainedSublayer(nn.Module):
     def __init__(self, weights: Sublayer) -> None:
         super().__init__()
         self.layer, self.shape = weights.layer, weights.shape
+        assert weights.norm is not None  # families without it are not trained here
         self.norm, self.bias = _parameter(weights.norm.weight), _parameter(weights.bias)
         self.column_parallel = nn.ModuleList(map(TrainedLinear, weights.column_parallel))
         self.row_parallel = nn.ModuleList(map(TrainedLinear, weights.row_parallel))
