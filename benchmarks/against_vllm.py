@@ -1,8 +1,9 @@
 """The runtime and vLLM on the same cores: the same checkpoint, prompts of the same length, both by `ladderize bench`.
 
-    make .venv-vllm/.installed && python benchmarks/against_vllm.py [--out benchmarks/results/against_vllm.json]
+    make .venv-vllm/.installed && python benchmarks/against_vllm.py [--prompt-len 1024] [--shape SHAPE.json]
+        [--out benchmarks/results/against_vllm_1024.json]
 
-A bfloat16 Llama of 197M parameters (benchmarks/shapes/200m.json), two ranks. The two engines want different versions of
+A bfloat16 Llama of 197M parameters (benchmarks/shapes/200m.json) or another shape, two ranks. The two engines want different versions of
 their packages, so each round is one run of either environment, one after the other; ratios are taken within a round.
 First both decode the same prompts greedily, in float32, and their tokens must be equal. Run it on a machine that does
 nothing else.
@@ -21,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SHAPE = ROOT / "benchmarks" / "shapes" / "200m.json"
 PYTHONS = {"ladderize": ROOT / ".venv" / "bin" / "python", "vllm": ROOT / ".venv-vllm" / "bin" / "python"}
 PHASES = ("prefill", "decode")
-MAKE = "import sys; sys.path.insert(0, sys.argv[1]); from decode_cpu import make_model; make_model('model')"
+MAKE = "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; "
+MAKE += "from decode_cpu import make_model; make_model('model', Path(sys.argv[2]))"
 # one rank each: a split changes tokens by rounding alone
 TOKENS = {
     "ladderize": """
@@ -74,7 +76,7 @@ def bench(engine: str, args: argparse.Namespace, number: int, work: Path) -> dic
     out = work / f"{engine}-{number}.json"
     words = ["-m", "ladderize", "bench", "model", "--tp-size", "2", "--batch-size", args.batch_size]
     words += ["--prompt-len", str(args.prompt_len), "--output-len", str(args.output_len)]
-    words += ["--warmup", "2", "--repeat", str(args.repeat), "--out", str(out)]
+    words += ["--warmup", str(args.warmup), "--repeat", str(args.repeat), "--out", str(out)]
     run(engine, [*words, *(["--engine", "vllm"] if engine == "vllm" else [])], work)
     return json.loads(out.read_text())
 
@@ -83,7 +85,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeat", type=int, default=5, help="samples of a round")
+    parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--batch-size", default="1,8")
+    parser.add_argument("--shape", type=Path, default=SHAPE)
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--out", type=Path)
@@ -92,7 +96,7 @@ def main() -> None:
         raise SystemExit(f"{', '.join(missing)} is missing: make .venv/.installed .venv-vllm/.installed")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        run("ladderize", ["-c", MAKE, str(SHAPE.parent.parent)], work)
+        run("ladderize", ["-c", MAKE, str(SHAPE.parent.parent), str(args.shape.resolve())], work)
         prompts = [[3 + (7919 * row + 31 * place * (row + 1)) % 8000 for place in range(64)] for row in range(4)]
         made = {engine: tokens(engine, prompts, 32, work) for engine in PYTHONS}
         if made["ladderize"] != made["vllm"]:
@@ -123,7 +127,7 @@ def main() -> None:
         record = {
             "schema_version": 1,
             "processor": platform.processor() or platform.machine(),
-            "shape": json.loads(SHAPE.read_text()),
+            "shape": json.loads(args.shape.read_text()),
             "options": {key: str(value) for key, value in vars(args).items() if key != "out"},
             "greedy_tokens": made["vllm"],
             "table": table,

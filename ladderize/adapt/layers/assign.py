@@ -92,9 +92,10 @@ class ApartBlock:
     def inner(self, stream: Tensor, neurons: Tensor | slice = ALL) -> Tensor:
         """Return the inputs of down_proj [tokens, neurons] from the stream that the MLP reads."""
         x = self.layer.read_by_mlp(stream)
+        projections = [projection_of(self.layer, name) for name in ("mlp.gate_proj", "mlp.up_proj")]
         gate, up = (
             linear(x, projection.weight[neurons], projection.bias[neurons] if projection.bias is not None else None)
-            for projection in (projection_of(self.layer, name) for name in ("mlp.gate_proj", "mlp.up_proj"))
+            for projection in projections
         )
         return self.layer.activation(gate) * up
 
