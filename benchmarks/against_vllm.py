@@ -3,10 +3,10 @@
     make .venv-vllm/.installed && python benchmarks/against_vllm.py [--prompt-len 1024] [--shape SHAPE.json]
         [--out benchmarks/results/against_vllm_1024.json]
 
-A bfloat16 Llama of 197M parameters (benchmarks/shapes/200m.json) or another shape, two ranks. The two engines want different versions of
-their packages, so each round is one run of either environment, one after the other; ratios are taken within a round.
-First both decode the same prompts greedily, in float32, and their tokens must be equal. Run it on a machine that does
-nothing else.
+A bfloat16 Llama of 197M parameters (benchmarks/shapes/200m.json) or another shape, two ranks. The two engines want
+different versions of their packages, so each round is one run of either environment, one after the other; ratios are
+taken within a round. First both decode the same prompts greedily, in float32, and their tokens must be equal. Run it
+on a machine that does nothing else.
 """
 
 import argparse
