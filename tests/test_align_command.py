@@ -219,7 +219,7 @@ def test_models_that_do_not_belong_together(pair, tmp_path):
         (wide, model, "shapes; name the model that"),
         (turned, model, "in its rope; name the model that"),
         (strangers[0], model, f"has other weights than {model} (in model.embed_tokens.weight); name the model that"),
-        (strangers[1], model, f"has other weights than {model} (in model.layers.0.mlp.up_proj.weight); name the"),
+        (strangers[1], model, f"has other weights than {model} (in model.layers.0.mlp.down_proj.weight); name the"),
     ):
         assert message in refusal(*command((teacher, student), tmp_path / "out"))
     assert not {"out", WORK} & set(listing(tmp_path))

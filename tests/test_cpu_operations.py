@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ladderize.families.base import GELU, ROPE, SILU, Decoder
 from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.kv_cache import KVCache, NoCache, PartsCache
 from ladderize.runtime.layers import Linear, RMSNorm, Sublayer
@@ -72,7 +73,8 @@ def wide(weights):
 def test_mlp(compiled, dtype):
     hidden, inner, virtual = 40, some(3, 16, 70), some(1, 2, 4)
     linears = [Linear((torch.randn(2 * inner, hidden) * hidden**-0.5).to(dtype)) for _ in range(virtual)]
-    weights = Sublayer(0, None, RMSNorm(torch.randn(hidden).to(dtype), 1e-5), linears, [], None)
+    shape = SimpleNamespace(decoder=Decoder((None,), (ROPE,), activation=some(SILU, GELU)))
+    weights = Sublayer(0, shape, RMSNorm(torch.randn(hidden).to(dtype), 1e-5), linears, [], None)
     x = torch.randn(2, 3, hidden).to(dtype)
     carry = [torch.randn_like(x) for _ in range(virtual)]
     alone = replace(weights, column_parallel=linears[:1])
@@ -88,7 +90,7 @@ def attention_case(dtype, *, dim, norms=False, rope=True, window=None):
     rows = (heads + 2 * kv_heads) * dim
     norm = RMSNorm(torch.randn(hidden).to(dtype), 1e-5)
     qkv = Linear((torch.randn(rows, hidden) * 2 * hidden**-0.5).to(dtype), torch.randn(rows).to(dtype))
-    decoder = SimpleNamespace(rope=[rope] * 2, windows=[window] * 2, attention_scale=some(None, 0.2))
+    decoder = Decoder((window,) * 2, (ROPE if rope else None,) * 2, attention_scale=some(None, 0.2))
     shape = SimpleNamespace(own_heads=heads, own_kv_heads=kv_heads, head_dim=dim, decoder=decoder, eps=1e-5)
     of_heads = [torch.randn(dim) for _ in range(2 * norms)]
     return Sublayer(1, shape, norm, [qkv], [], None, *of_heads), shape, hidden
@@ -212,7 +214,7 @@ def test_what_is_no_number_stays_visible(compiled, dtype):
 def test_silu_of_any_number(compiled, dtype):
     gate = torch.tensor([0.0, -0.0, 1e-30, 5.0, 87.0, -87.0, -88.5, -100.0, -1e37, 3e38, float("-inf"), float("nan")])
     up = torch.ones_like(gate)
-    found = compiled.gated(torch.cat((gate, up)).to(dtype))
+    found = compiled.gated(torch.cat((gate, up)).to(dtype), SILU)
     torch.testing.assert_close(found, torch.nn.functional.silu(gate).to(dtype), equal_nan=True, rtol=2e-6, atol=1e-35)
 
 
