@@ -42,7 +42,7 @@ class Interpreted(GpuOperations):
     def attention(self, weights, x, apart, step, cache):
         if isinstance(cache, NoCache):  # of training, which has PyTorch's operations on a GPU too
             return Operations.attention(self, weights, x, apart, step, cache)
-        dtype = weights.norm.weight.dtype
+        dtype = weights.column_parallel[0].weight.dtype
         own = KVCache(cache.keys.to(dtype), cache.values.to(dtype))
         mask = step.mask if step.mask is None or step.mask.dtype != torch.bool else additive(step.mask, dtype)
         near = {window: additive(seen, dtype) for window, seen in step.near.items()}
