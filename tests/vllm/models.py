@@ -37,7 +37,7 @@ class Case:
 CASES = {
     "dense": Case(),
     "dense with norms of heads": Case(family="qwen3"),
-    "ladder all": Case(ladder="all", family="cwm"),
+    "ladder all": Case(ladder="all"),
     "ladder upper half": Case(ladder="2:", family="qwen3"),
     "spd 2": Case(spd="all", sync_tp_size=2, family="granite"),
     "spd 4": Case(spd="all", sync_tp_size=4, config={"mlp_bias": True, "num_key_value_heads": 2}, family="seed_oss"),
@@ -47,7 +47,7 @@ CASES = {
     "delayed 2": Case(delayed="all", sync_tp_size=2, config={"mlp_bias": True}, family="granite"),
     "delayed and spd": Case(delayed="1:", spd="0,3", sync_tp_size=4, family="ministral"),
     # a blocking sync point behind an overlapped one has no name
-    "drawn": Case(sync_tp_size=2, drawn=True, config={"mlp_bias": True, "tie_word_embeddings": True}),
+    "drawn": Case(sync_tp_size=2, drawn=True, config={"mlp_bias": True, "tie_word_embeddings": True}, family="cwm"),
     "fewer KV heads than ranks": Case(
         ladder="2:", spd="0", sync_tp_size=2, config={"num_key_value_heads": 1}, family="smollm3"
     ),
