@@ -249,20 +249,6 @@ class Layout:
         return {name: indices for name, indices in layers.items() if indices}
 
     @property
-    def spd_layers(self) -> list[int]:
-        return self.kinds.get("spd", [])
-
-    @property
-    def ladder_layers(self) -> list[int]:
-        """The layers that are ladder by name; an spd layer counts when the MLP sync entering it is overlapped."""
-        return self.kinds.get("ladder", [])
-
-    @property
-    def delayed_layers(self) -> list[int]:
-        """The layers that are delayed by name; an spd layer counts when the MLP sync entering it is delayed."""
-        return self.kinds.get("delayed", [])
-
-    @property
     def modes(self) -> list[str]:
         """The modes of all sync points, in the order in which a pass comes to them."""
         return [mode for layer in zip(self.attention_sync, self.mlp_sync, strict=True) for mode in layer]

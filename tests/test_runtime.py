@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from ladderize.errors import UserError
 from ladderize.runtime import launch
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.collectives.links import SLICED_BYTES
@@ -157,6 +158,31 @@ def test_rope_scaling_and_tied_embeddings(tmp_path, rope):
     items = {"m": (tmp_path / "m", ids, [[3], [5, 7]], 2)}
     (result,) = distributed.run(run_models, items, "auto", tp_size=1, device="cpu", threads=1).values()
     torch.testing.assert_close(torch.from_numpy(result["logits"]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_longrope_of_a_phi3_up_to_its_first_length(tmp_path):
+    """Half of a head rotates, by the short factors and a scale of both; behind the first length all would change."""
+    factors = {"short_factor": [1.0, 1.7], "long_factor": [2.0, 8.0], "partial_rotary_factor": 0.5}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 48, **factors}
+    sizes = {"num_attention_heads": 4, "head_dim": 8, "max_position_embeddings": 192}  # 4 times the first length
+    model = make_model(
+        "mixed",
+        model_type="phi3",
+        original_max_position_embeddings=48,
+        rope_parameters=rope,
+        sliding_window=None,
+        **sizes,
+    )
+    model.save_pretrained(tmp_path)
+    ids = random_ids(2, 40)
+    with torch.no_grad():
+        expected = model(ids).logits
+    assert model.model.rotary_emb.attention_scaling > 1.1
+    generator = make_generator(tmp_path, 2, 48)
+    found = generator.model.logits(generator.read(ids))
+    torch.testing.assert_close(found, expected, **LIMITS)
+    with pytest.raises(UserError, match="changes with the length of the text behind 48 tokens"):
+        make_generator(tmp_path, 2, 49)
 
 
 TOKENS, SHORT = 26, 11  # windows are shorter than either

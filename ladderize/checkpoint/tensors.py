@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +131,7 @@ def dense_function(config: Mapping[str, Any]) -> dict[str, Any]:
         "norm": float(full["rms_norm_eps"]),
         "activation": decoder.activation,
         "tied": bool(full["tie_word_embeddings"]),
-    } | {name: value for name, value in vars(decoder).items() if value != getattr(plain, name)}
+    } | {name: value for name, value in asdict(decoder).items() if value != getattr(plain, name)}
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

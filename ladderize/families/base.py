@@ -8,6 +8,7 @@ norm(attention(...))``: it needs the complete sum, which may arrive later, but n
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ladderize.errors import UserError
@@ -64,7 +65,7 @@ class Decoder:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
 
-    @property
+    @cached_property  # read in every layer of every pass
     def rotations(self) -> list[str]:
         """The rotations that layers have, in the order of their tables."""
         return sorted({name for name in self.rope if name is not None})

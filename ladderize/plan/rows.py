@@ -284,8 +284,7 @@ def all_losses() -> list[MeasuredLoss]:
 
 def measured_loss(layout: Layout) -> MeasuredLoss | None:
     """Return the loss of the measured layout that has the same kinds on about the same shares of its layers."""
-    layers = {"ladder": layout.ladder_layers, "delayed": layout.delayed_layers, "spd": layout.spd_layers}
-    shares = {kind: len(of_kind) / layout.num_layers for kind, of_kind in layers.items() if of_kind}
+    shares = {kind: len(layers) / layout.num_layers for kind, layers in layout.kinds.items()}
 
     def distance(loss: MeasuredLoss) -> float:
         return max((abs(loss.shares[kind] - share) for kind, share in shares.items()), default=0.0)

@@ -53,8 +53,8 @@ class JoinedLinears(list[Linear]):
 class RMSNorm:
     """The norm x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 inside and rounded once. On a CPU
     it is layer_norm of [x, -x], whose mean is 0 and whose variance is the mean of x^2. That takes three kernels, where
-    torch's rms_norm takes nine. In training in 16 bits the weight is float32, and so is x: torch's kernels for 16 bits
-    sum the weight's gradient over the tokens with an error of some percent."""
+    torch's rms_norm takes nine. A float32 weight beside x in 16 bits is read with x in float32: of a family that adds 1
+    to it, and in training, where torch's kernels for 16 bits sum its gradient with an error of some percent."""
 
     __slots__ = ("doubled", "eps", "weight")
 

@@ -155,7 +155,6 @@ class TPLlama:
     def embed(self, ids: Tensor) -> PendingSum:
         """Return the embedding of ids [batch, tokens] as a sum [batch, tokens, hidden]. Each rank looks up its own part
         of the vocabulary."""
-        scale, decoder = self.shape.decoder.embedding_scale, self.shape.decoder
         if self.shape.replicate_vocab:
             rows, collectives = self.weights.rows(ids), ALONE
         else:
@@ -163,6 +162,8 @@ class TPLlama:
             inside = (rows_here >= 0) & (rows_here < self.shape.own_vocab)
             rows = self.weights.rows(rows_here.clamp(0, self.shape.own_vocab - 1)) * inside.unsqueeze(-1)
             collectives = self.collectives
+        decoder = self.shape.decoder
+        scale = decoder.embedding_scale
         if decoder.rounds_scale:
             scale = torch.tensor(scale, dtype=rows.dtype).item()
         return PendingSum(collectives, None, None, rows if scale == 1 else rows * scale)

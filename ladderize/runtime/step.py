@@ -72,7 +72,8 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _with_additive_masks(step: Step, dtype: torch.dtype) -> Step:
-    """Return ``step`` with additive masks, but for inference on a CPU, where our own attention reads bool masks."""
+    """Return ``step`` with additive masks, but for inference on a CPU, where our own attention of one token reads
+    bool masks."""
     if step.rope_factors.device.type == "cpu" and not torch.is_grad_enabled():
         return step
     return step.with_masks(lambda mask: additive(mask, dtype))
