@@ -12,12 +12,14 @@ import yaml
 import ladderize
 from ladderize.checkpoint.opening import read_checkpoint, read_config
 from ladderize.errors import UserError
+from ladderize.files.documents import read_yaml
 from ladderize.layout import Layout
 from ladderize.plan import measure, run
 from ladderize.plan.hardware import known_devices, known_engines, own_links, read_device
 from ladderize.plan.passes import Serving
 from ladderize.plan.rows import measured_loss
 from ladderize.plan.run import PlanResult
+from ladderize.ranks.device import DEVICE_TABLE, known_gpu
 from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.shards import read_shape
 from tests.helpers import ROOT, SHAPE, blocks_of, fresh_rng, invoke, invoke_json, invoke_well, one_sentence, save_llama
@@ -138,6 +140,13 @@ def test_an_engine_takes_its_fastest_all_reduce(device, engine, ranks, links):
         assert served.fastest(size).seconds(size) == min(link.at(ranks).seconds(size) for link in own)
     row = planned("--shape", "8b", "--hardware", device, "--tp-size", ranks, "--speeds", engine).rows[0]
     assert set(row.all_reduces.values()) <= links
+
+
+def test_a_card_is_known_by_the_name_that_torch_gives_it():
+    named = {known_gpu(row["torch_name"])["source"] for row in read_yaml(DEVICE_TABLE).values()}
+    assert named == {device.source for device in known_devices().values()}
+    assert known_gpu("NVIDIA H200")["memory_bandwidth_gb_s"] == 4800
+    assert known_gpu("NVIDIA H100 PCIe") == {}  # not as fast as the one that is known
 
 
 def test_every_known_card_is_planned_without_a_link():

@@ -1,6 +1,5 @@
 """The device that a forward pass runs on, and the facts of the engine whose code it runs. Imports no torch."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -11,9 +10,10 @@ from ladderize.errors import UserError
 from ladderize.files.documents import read_section, read_yaml
 from ladderize.files.records import Record
 from ladderize.files.regular import names_a_file
-from ladderize.runtime.collectives.links import Interconnect, known_interconnects
+from ladderize.ranks.device import DEVICE_TABLE
+from ladderize.runtime.collectives.links import Interconnect, over_similar_wires
 
-DEVICE_TABLE, ENGINE_TABLE = (Path(__file__).with_name(name) for name in ("devices.yaml", "engines.yaml"))
+ENGINE_TABLE = Path(__file__).with_name("engines.yaml")
 RATES = ("memory_bandwidth_gb_s", "matmul_tflop_s", "memory_gib", "bandwidth_share", "matmul_share")  # never 0
 SHARES = ("bandwidth_share", "matmul_share", "relative_error", "serial_share", "thin_share")
 # the figures that a device with ``like: h100-sxm`` need not give, since no data sheet has them
@@ -164,18 +164,12 @@ def known_engines() -> dict[str, EngineFacts]:
 
 
 def own_links(device: DeviceSpec, engine: EngineFacts) -> tuple[Interconnect, ...]:
-    """Return the links over the device's own wires: of each kernel that the engine has, the one that was timed over the
-    most similar wires."""
+    """Return the links over the device's own wires, one for each kernel that the engine has and that was timed."""
     if device.medium is None or device.wire_gb_s is None:
         return ()
-    wire_gb_s, kernels = device.wire_gb_s, engine.collectives.get(device.medium, {})
-    timed: dict[str, list[Interconnect]] = {}  # by kernel
-    for link in known_interconnects().values():
-        is_there = link.kernel in kernels and (device.multimem or link.kernel != "multimem")
-        if link.kernel is not None and link.medium == device.medium and is_there:
-            timed.setdefault(link.kernel, []).append(link)
-    nearest = []
-    for kernel, links in timed.items():
-        link = min(links, key=lambda link: abs(math.log(wire_gb_s / (link.wire_gb_s or wire_gb_s))))
-        nearest.append(replace(link.over_wires(wire_gb_s), most_ranks=kernels[kernel]))
-    return tuple(nearest)
+    links = []
+    for kernel, most_ranks in engine.collectives.get(device.medium, {}).items():
+        link = over_similar_wires(kernel, device.medium, device.wire_gb_s)
+        if link is not None and (device.multimem or kernel != "multimem"):
+            links.append(replace(link, most_ranks=most_ranks))
+    return tuple(links)

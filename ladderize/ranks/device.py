@@ -3,9 +3,13 @@
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 from ladderize.choices import DeviceName
 from ladderize.errors import UserError
+from ladderize.files.documents import read_yaml
+
+DEVICE_TABLE = Path(__file__).with_name("devices.yaml")
 
 
 def default_device() -> DeviceName:
@@ -28,6 +32,11 @@ def check_device(device: str) -> None:
     gpus = torch.cuda.device_count() if default_device() == "cuda" else 0
     if found_device.type == "cuda" and (found_device.index or 0) >= gpus:
         raise UserError(f"--device {device}, but torch sees {gpus or 'no'} GPUs here")
+
+
+def known_gpu(torch_name: str) -> dict[str, Any]:
+    """Return the row of devices.yaml of a GPU by torch's name for it; empty for one that is not in there."""
+    return next((row for row in read_yaml(DEVICE_TABLE).values() if row["torch_name"] == torch_name), {})
 
 
 def avoid_cudnn_attention() -> None:

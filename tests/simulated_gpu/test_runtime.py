@@ -219,6 +219,46 @@ def test_no_graph_is_captured_between_tokens(folders):
         assert found == expected
 
 
+H100, PCIE_3, UNKNOWN = "NVIDIA H100 80GB HBM3", "Tesla V100-PCIE-32GB", "simulated"
+KIB = 1 << 10
+
+
+@pytest.mark.parametrize(
+    ("gpu_name", "backend", "ranks", "fits", "is_too_long"),
+    [
+        (H100, "multicast", 8, 256 * KIB, 257 * KIB),
+        *((H100, "one-shot", ranks, 256 * KIB, 257 * KIB) for ranks in (2, 4, 8)),
+        (PCIE_3, "one-shot", 2, 256 * KIB, 257 * KIB),
+        (PCIE_3, "one-shot", 4, 132 * KIB, 133 * KIB),
+        (PCIE_3, "one-shot", 8, 51 * KIB, 52 * KIB),
+        ("NVIDIA L40S", "one-shot", 4, 253 * KIB, 254 * KIB),  # PCIe 4
+        ("NVIDIA L40S", "one-shot", 8, 71 * KIB, 72 * KIB),
+        (UNKNOWN, "one-shot", 4, 132 * KIB, 133 * KIB),
+        (UNKNOWN, "multicast", 4, 256 * KIB, 257 * KIB),
+        ("NVIDIA GeForce RTX 4090", "one-shot", 4, 132 * KIB, 133 * KIB),  # whose driver gives no peer access
+    ],
+)
+def test_the_length_up_to_which_one_kernel_sums(gpu_name, backend, ranks, fits, is_too_long):
+    kernel = {"multicast": "multimem_one_shot_all_reduce", "one-shot": "one_shot_all_reduce_copy"}[backend]
+    with SimulatedGpu(seed(), ranks) as gpu, mock.patch.object(torch.cuda, "get_device_name", return_value=gpu_name):
+        made = collectives(backend, gpu)
+
+        def summed_by(size, dtype):
+            gpu.log.clear()
+            made.all_reduce(torch.zeros(size // dtype.itemsize, dtype=dtype, device=DEVICE))
+            return next(entry[2] for entry in gpu.log if entry[0] == "run" and entry[2] in MESSAGES)
+
+        assert summed_by(fits, torch.bfloat16) == summed_by(fits, torch.float32) == kernel
+        assert summed_by(is_too_long, torch.bfloat16) == summed_by(16, torch.float16) == "nccl all-reduce"
+
+
+def test_ranks_on_unlike_gpus_agree_on_the_length():
+    with SimulatedGpu(seed(), 4) as gpu:
+        for names in ([H100, H100, H100, PCIE_3], [PCIE_3, H100, H100, H100]):
+            with mock.patch.object(AlikeRanks, "gather", return_value=names):
+                assert collectives("one-shot", gpu).limit >> 10 == 132
+
+
 def test_a_rank_that_fails_in_the_rendezvous_leaves_nobody_waiting():
     """The others wait a minute for it and not as long as a collective may take; then all take NCCL."""
     store = Store()

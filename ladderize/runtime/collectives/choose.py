@@ -8,7 +8,7 @@ from ladderize.ranks.device import cores
 from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, host_id
 from ladderize.runtime.collectives.base import AcrossGroups, Collectives, NoCommunication, Split
 from ladderize.runtime.collectives.gloo import Gloo
-from ladderize.runtime.collectives.gpu import ONE_SHOT_BYTES, Nccl, SymmetricMemory
+from ladderize.runtime.collectives.gpu import Nccl, SymmetricMemory
 from ladderize.runtime.collectives.shm import LEAST_SLOTS, SharedMemory
 
 
@@ -84,7 +84,7 @@ def _on_gpu(backend: str, group: Ranks) -> tuple[Collectives, str]:
     if chosen is None or failures:
         return Nccl(group), f"nccl: symmetric memory is not available ({failures[0]})"
     kernel = "multicast" if chosen.multicast else "one-shot"
-    return chosen, f"symm_mem: {kernel} up to {ONE_SHOT_BYTES // 1024} KiB, nccl above"
+    return chosen, f"symm_mem: {kernel} up to {chosen.limit >> 10} KiB, nccl above"
 
 
 def _peers_reachable(group: Ranks) -> bool:

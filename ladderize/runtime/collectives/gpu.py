@@ -7,12 +7,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladderize.ranks.device import known_gpu
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives, Handle
+from ladderize.runtime.collectives.links import UNKNOWN_WIRES, one_shot_limit
 
-# Up to here one kernel in which every rank reads all peers beats NCCL's ring (vLLM's and TensorRT-LLM's custom
-# all-reduces switch at sizes between 256 KiB and 8 MiB).
-ONE_SHOT_BYTES = 512 * 1024
+# The longest message of one kernel, which is where torch itself stops to take it (kOneShotThreshBytes in its
+# intra_node_comm.cpp). Kernels of vLLM, which links.csv has, beat NCCL over NVLink far beyond; torch's own was slower
+# than NCCL from 240 KB on with 8 ranks (yifuwang/symm-mem-recipes, pull request 3).
+ONE_SHOT_BYTES = 256 << 10
+# The dtypes of torch's kernels (AT_DISPATCH_FLOAT_AND_BFLOAT16 in its CUDASymmetricMemoryOps.cu). float16 is asked for
+# in pytorch/pytorch#169035, and is NCCL's until then.
+ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
 # The exchange of handles of symmetric memory takes no longer, unless it has failed on another rank.
 RENDEZVOUS_TIMEOUT = timedelta(minutes=1)
 # The priority of communication streams: of the blocks that wait for a free multiprocessor, theirs go first. A message
@@ -74,7 +80,10 @@ class Nccl(OnStream):
 
 class SymmetricMemory(Nccl):
     """PyTorch's symmetric memory: small messages by one kernel that reads all peers (or the switch's multicast),
-    large ones by NCCL. All ranks create it together."""
+    large ones by NCCL. All ranks create it together.
+
+    limit: the bytes of the longest small message, by the number of ranks and the GPUs' wires.
+    """
 
     name = "symm_mem"
 
@@ -85,6 +94,8 @@ class SymmetricMemory(Nccl):
         torch_group = group.group if group.group is not None else dist.group.WORLD
         assert torch_group is not None
         self.group_name = torch_group.group_name
+        # all ranks' names, since all must agree on the limit; asked for before one rank can fail
+        gpus = group.gather(torch.cuda.get_device_name(group.device))
         # ranks meet over the group's store, whose usual limit is as long as a collective may take
         store: Any = dist.distributed_c10d._get_process_group_store(torch_group)
         before = store.timeout
@@ -95,9 +106,13 @@ class SymmetricMemory(Nccl):
         finally:
             store.set_timeout(before)
         self.multicast = bool(getattr(handle, "multicast_ptr", 0))
+        gpu = known_gpu(gpus[0]) if len(set(gpus)) == 1 else {}
+        wires = (gpu["medium"], gpu["wire_gb_s"]) if gpu else UNKNOWN_WIRES
+        # a switch that sums is NVLink's
+        self.limit = ONE_SHOT_BYTES if self.multicast else int(min(ONE_SHOT_BYTES, one_shot_limit(self.ranks, *wires)))
 
     def by_one_kernel(self, x: Tensor) -> bool:
-        return x.nbytes <= ONE_SHOT_BYTES and x.nbytes % 16 == 0 and x.dtype in (torch.bfloat16, torch.float32)
+        return x.nbytes <= self.limit and x.nbytes % 16 == 0 and x.dtype in ONE_SHOT_DTYPES
 
     def all_reduce_async(self, x: Tensor) -> Handle:
         return self.send(x, torch.empty_like(x) if self.by_one_kernel(x) else x)
@@ -109,7 +124,7 @@ class SymmetricMemory(Nccl):
         # one buffer is enough: it is used on one stream only, and each kernel ends with a barrier of all ranks
         message, operators = self.buffer[: x.nbytes].view(x.dtype).view(x.shape), torch.ops.symm_mem
         if self.multicast:
-            message.copy_(x)
+            message.copy_(x)  # the product before could write there (torch.mm(out=)), if it knew of the buffer
             operators.multimem_one_shot_all_reduce_out(message, "sum", self.group_name, total)
         else:
             operators.one_shot_all_reduce_copy_out(message, x, "sum", self.group_name, total)

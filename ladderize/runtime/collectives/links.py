@@ -19,6 +19,7 @@ BETWEEN_MACHINES = ("infiniband", "ethernet")  # media
 LEAST_LATENCY = 0.5  # of the nearest measured one: below the fewest ranks a line falls faster than any latency does
 # Of a link whose contention and error are unknown: the contention of NVLink (links.csv)
 ASSUMED_CONTENTION, ASSUMED_ERROR = 0.26, 0.15
+UNKNOWN_WIRES = ("pcie", 15.75)  # the slowest over which both NCCL and a kernel that reads all peers were timed
 # What a time that was not measured may be off besides, one standard deviation: between measured numbers of ranks, with
 # twice or half as many, at other sizes, and over wires of another bandwidth. Assumed.
 BETWEEN_ERROR, BEYOND_ERROR, OTHER_SIZE_ERROR, OTHER_WIRES_ERROR, MOST_ERROR = 0.1, 0.2, 0.2, 0.2, 0.9
@@ -240,3 +241,27 @@ def known_interconnects() -> dict[str, Interconnect]:
             name, rows, ASSUMED_CONTENTION, error, False, source, medium=medium, wire_gb_s=wire_gb_s, kernel=kernel
         )
     return links
+
+
+def over_similar_wires(kernel: str, medium: str, wire_gb_s: float) -> Interconnect | None:
+    """Return a kernel's link over wires of this kind and bandwidth, from the one that was timed over the most similar
+    wires; None where none was."""
+    links = [link for link in known_interconnects().values() if (link.kernel, link.medium) == (kernel, medium)]
+    nearest = min(links, key=lambda link: abs(math.log(wire_gb_s / (link.wire_gb_s or wire_gb_s))), default=None)
+    return None if nearest is None else nearest.over_wires(wire_gb_s)
+
+
+def one_shot_limit(ranks: int, medium: str, wire_gb_s: float) -> float:
+    """Return the bytes up to which one kernel, in which every rank reads all peers, is faster than NCCL. Over wires
+    without times of both it is that over UNKNOWN_WIRES."""
+    one_shot, nccl = (over_similar_wires(kernel, medium, wire_gb_s) for kernel in ("one_shot", "nccl"))
+    if one_shot is None or nccl is None:
+        return one_shot_limit(ranks, *UNKNOWN_WIRES)
+    ring, row = nccl.at(ranks), min(one_shot.rows, key=lambda row: abs(row.ranks - ranks))
+    assert row.beta_gb_s is not None
+    assert ring.beta_gb_s is not None
+    # Each rank sends its message to all others: with every rank bytes take longer, but not the start. On H100 it is
+    # 5.5 us and 117 GB/s with 4 ranks, 4.8 us and 64 GB/s with 6 (vLLM pull request 24111).
+    beta_gb_s = row.beta_gb_s * (row.ranks - 1) / (ranks - 1)
+    gained_us, lost_us_per_byte = ring.alpha_us - row.alpha_us, 1e-3 / beta_gb_s - 1e-3 / ring.beta_gb_s
+    return gained_us / lost_us_per_byte if lost_us_per_byte > 0 else math.inf
