@@ -6,11 +6,12 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ladderize.blocks import compute_dtype
 from ladderize.errors import UserError
 from ladderize.ranks.environment import ALONE, Place, already_started, launched, started_rank_variables
-from ladderize.ranks.group import join_ranks, rank_device
+from ladderize.ranks.group import MEETING_TIMEOUT, join_group, join_ranks, rank_device
 from tests import warm
 from tests.helpers import ROOT, refusal
 
@@ -73,6 +74,21 @@ def test_two_ranks_never_get_one_gpu_in_silence(monkeypatch, local_rank, gpus, i
             rank_device("cuda", local_rank)
     else:
         assert rank_device("cuda", local_rank) == torch.device("cuda", index)
+
+
+@pytest.mark.parametrize(("set_to", "joined_with"), [(None, "0"), ("1", "1")])
+def test_nccl_registers_no_messages_of_graphs_unless_asked_to(monkeypatch, set_to, joined_with):
+    def join(*_, **__):
+        assert os.environ["NCCL_GRAPH_REGISTER"] == joined_with
+        raise ValueError("as far as this test goes")
+
+    environment = {} if set_to is None else {"NCCL_GRAPH_REGISTER": set_to}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    monkeypatch.setattr(dist, "init_process_group", join)
+    with pytest.raises(UserError, match="as far as this test goes"):
+        join_group(Place(1, 2, 1, 2), "cuda", timeout=MEETING_TIMEOUT)
 
 
 def start(rank, port, seconds, **variables):

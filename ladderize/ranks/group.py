@@ -170,6 +170,11 @@ def join_group(launch: Place, device: str, *, timeout: timedelta, init_method: s
     init_method: where the ranks meet; by default as torchrun's variables say."""
     ranks = Ranks(launch.rank, launch.size, rank_device(device, launch.local_rank), launch.local_size)
     if launch.size > 1 and not dist.is_initialized():
+        if device == "cuda":
+            # While a graph is captured, NCCL would register its messages with all ranks. With torch's expandable
+            # segments that ended in illegal accesses (pytorch/pytorch#158029), on two machines in a stall
+            # (NVIDIA/nccl#2389). The switch's sum, which gains most by it, takes no memory of cudaMalloc anyway.
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         try:
             with _silenced():
                 dist.init_process_group(
