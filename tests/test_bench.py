@@ -11,6 +11,7 @@ import torch
 from ladderize import memory
 from ladderize.demo.command import MODEL
 from ladderize.errors import UserError
+from ladderize.layout import Layout
 from ladderize.runtime import launch as distributed
 from ladderize.runtime import model as runtime_model
 from ladderize.runtime import spec
@@ -20,6 +21,7 @@ from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import Emulated
 from ladderize.runtime.decode import Generator
+from ladderize.runtime.shards import Shape, decode_read_bytes
 from ladderize.vllm.bench import served_models
 from tests.groups import ALONE, report_and_die, report_once
 from tests.helpers import (
@@ -134,6 +136,21 @@ def test_a_domino_prefill_is_checked_and_counted(checked_model):
         assert plain["communication"]["prefill"]["all_reduces"] == 6
         assert own["communication"]["prefill"]["bytes"] == plain["communication"]["prefill"]["bytes"]
         assert own["communication"]["decode"]["all_reduces"] == 6
+
+
+def test_the_share_of_the_bandwidth_is_shown_where_that_is_known(shape, monkeypatch):
+    arguments, text = ("--random-weights", shape), "--layout dense,ladder --batch-size 2 --emulate-tp 2 --link 1,1"
+    assert [row["bandwidth_share"] for row in timed(*arguments, text=text)["rows"]] == [None, None]
+    assert "of bandwidth" not in bench(*arguments, text=text).stdout
+    known = {"gpu_memory_gb_s": 2.0}
+    monkeypatch.setattr(inference, "environment", lambda *_, **__: dataclasses.replace(environment(ALONE), **known))
+    document = timed(*arguments, text=text)
+    config = json.loads(shape.read_text())
+    read = decode_read_bytes(Shape.from_config(config, tp_size=2, rank=0), Layout.dense(4), 2, 8 + 2, 2)
+    for row in document["rows"]:
+        assert row["decode_read_bytes"] == read
+        assert row["bandwidth_share"] == pytest.approx(read / (row["ms"]["decode"] / 1e3) / 2e9)
+    assert "of bandwidth" in bench(*arguments, text=text).stdout
 
 
 def ignored_padding(monkeypatch):

@@ -1,19 +1,32 @@
 """What the figures of the benchmarks are made of: links, emulated messages, traces, intervals."""
 
+import math
 import re
+from unittest import mock
 
 import pytest
 import torch
 
+from ladderize.checkpoint.config import EMBEDDING, expected_tensors
 from ladderize.errors import UsageError
+from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.bench import document, rounds
-from ladderize.runtime.bench.document import PhaseCommunication
+from ladderize.runtime.bench.document import PhaseCommunication, environment
 from ladderize.runtime.bench.trace import Flight, cpu_flights, flights_of, gpu_flights, overlap_of
 from ladderize.runtime.collectives.emulated import Emulated, emulate
-from ladderize.runtime.collectives.links import Link, known_interconnects, read_interconnect
+from ladderize.runtime.collectives.links import (
+    Link,
+    known_interconnects,
+    one_shot_limit,
+    over_similar_wires,
+    read_interconnect,
+)
+from ladderize.runtime.shards import Shape, decode_read_bytes, known_shapes, read_shape
 from tests.groups import traced_swaps
 from tests.helpers import ROOT
+from tests.simulated_gpu.device import DEVICE, SimulatedGpu
 
 
 def test_link_by_hand_and_by_name():
@@ -25,6 +38,18 @@ def test_link_by_hand_and_by_name():
     for text in ("fast", "1,2,3", "1,", "-1,5", "1,0", "nan,1"):
         with pytest.raises(UsageError, match="--link"):
             read_interconnect(text).at(8)
+
+
+@pytest.mark.parametrize("wires", [("nvlink", 450.0), ("nvlink", 300.0), ("pcie", 15.75), ("pcie", 63.0)])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_at_the_limit_of_one_kernel_nccl_is_as_fast(ranks, wires):
+    """By the links as ``plan`` takes them, where their bytes do not cross more wires than with the ranks measured."""
+    size, one_shot, nccl = one_shot_limit(ranks, *wires), *(over_similar_wires(k, *wires) for k in ("one_shot", "nccl"))
+    if ranks in [row.ranks for row in one_shot.rows]:
+        times = [link.at(ranks).seconds(1e15 if math.isinf(size) else size) for link in (one_shot, nccl)]
+        assert times[0] < times[1] if math.isinf(size) else times[0] == pytest.approx(times[1])
+    assert size <= one_shot_limit(2, *wires)  # with every rank more bytes cross the same wires
+    assert one_shot_limit(ranks, "host", 31.5) == one_shot_limit(ranks, "pcie", 15.75)  # where only NCCL was timed
 
 
 def test_the_table_is_the_published_one():
@@ -138,6 +163,33 @@ def test_an_interval_holds_its_speed_up():
     found = rounds.timed_figures(seconds, reference, {"prefill": 1, "decode": 1}, "end_to_end")
     low, high = found["speedup_interval"]["end_to_end"]
     assert low < found["speedup"]["end_to_end"] == 2 <= high
+
+
+def test_a_rank_of_a_70b_reads_19_gb_for_a_token():
+    shape = Shape.from_config(read_shape("70b"), tp_size=8, rank=0, replicate_vocab=True)
+    assert decode_read_bytes(shape, Layout.dense(80), 1, 0, 2) / 1e9 == pytest.approx(19.22, abs=0.005)
+
+
+@pytest.mark.parametrize("name", known_shapes())
+def test_a_decode_step_reads_every_weight_and_the_cache(name):
+    """Biases and norms of heads, which no rank splits up, are within a percent. A tied embedding is the LM head."""
+    config, batch, columns = read_shape(name), 3, 700
+    sizes = {name: math.prod(sides) for name, sides in expected_tensors(config).items()}
+    rows = batch * config["hidden_size"]
+    weights = sum(sizes.values()) + rows - (0 if config["tie_word_embeddings"] else sizes[EMBEDDING])
+    shape = Shape.from_config(config, tp_size=1, rank=0)
+    layout = Layout.dense(shape.layers)
+    cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * batch * columns
+    read = decode_read_bytes(shape, layout, batch, columns, 2)
+    assert read == pytest.approx(2 * (weights + cache), rel=0.01)
+    of_eight = Shape.from_config(config, tp_size=8, rank=0)  # every one of which has a KV head of its own
+    assert decode_read_bytes(of_eight, layout, batch, columns, 2) == pytest.approx(read / 8, rel=0.01)
+
+
+def test_the_memory_of_a_known_gpu_has_a_rate():
+    for name, gb_s in (("NVIDIA H200", 4800), ("simulated", None)):
+        with SimulatedGpu(0), mock.patch.object(torch.cuda, "get_device_name", lambda *_, name=name: name):
+            assert environment(Ranks(0, 1, DEVICE)).gpu_memory_gb_s == gb_s
 
 
 def test_no_waiting_time_is_negative_or_clipped():

@@ -128,6 +128,14 @@ def test_times_in_vllm_are_settings_of_their_own(files):
     assert sorted("(vLLM, cpu)" in panel.title for panel in speed.panels) == [False, True]
 
 
+def test_the_share_of_the_bandwidth_is_in_the_table(files):
+    column = "measured decode, of bandwidth"
+    assert column not in models_of(page_of(files))["dense"]
+    read = {"decode_read_bytes": 19_260_000_000, "bandwidth_share": 0.5249}
+    change_json(files / "bench.json", lambda d: [row.update(read) for row in d["rows"]])
+    assert models_of(page_of(files))["dense"][column] == "52 % (19.26 GB)"
+
+
 def test_times_of_random_weights_are_never_joined_to_an_accuracy(files):
     change_json(files / "bench.json", lambda d: [row.update(weights="random") for row in d["rows"]])
     page = page_of(files)

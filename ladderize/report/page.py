@@ -22,7 +22,7 @@ from ladderize.files.regular import resolved
 from ladderize.report.documents import FoundDocuments, find_documents
 from ladderize.report.join import ReportContent, join_documents
 from ladderize.report.models import ReportModel, Setting, listing, number_text, points_text, speedup_text
-from ladderize.runtime.bench.document import ENOUGH_ROUNDS, BenchDocument, few_rounds
+from ladderize.runtime.bench.document import ENOUGH_ROUNDS, BenchDocument, BenchRow, few_rounds
 from ladderize.sweep_document import SweepDocument
 
 if TYPE_CHECKING:
@@ -296,9 +296,17 @@ def _model_row(model: ReportModel, setting: Setting | None, margin: float) -> di
         "same top token": f"{100 * predictions.same_top_share:.1f} %" if predictions else "",
         f"{kind} prefill ms": f"{timing.row.ms['prefill']:.2f}" if timing else "",
         f"{kind} decode ms": f"{timing.row.ms['decode']:.2f}" if timing else "",
+        f"{kind} decode, of bandwidth": _bandwidth_text(timing.row) if timing else "",
         "not promoted": model.not_promoted or "",
         "failed": model.failure or "",
     }
+
+
+def _bandwidth_text(row: BenchRow) -> str:
+    """Return the share of the memory's bandwidth that a decode step reaches, and what it reads; empty if unknown."""
+    if row.bandwidth_share is None or row.decode_read_bytes is None:
+        return ""
+    return f"{100 * row.bandwidth_share:.0f} % ({row.decode_read_bytes / 1e9:.2f} GB)"
 
 
 def setup_facts(documents: FoundDocuments) -> list[tuple[str, dict[str, str]]]:

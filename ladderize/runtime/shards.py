@@ -205,6 +205,14 @@ def cache_bytes(shape: Shape, layout: Layout, batch: int, columns: int, width: i
     return 2 * shape.layers * batch * cached_heads(shape, layout) * columns * shape.head_dim * width
 
 
+def decode_read_bytes(shape: Shape, layout: Layout, batch: int, columns: int, width: int) -> int:
+    """Return the bytes that one rank reads in a decode step which sees ``columns`` tokens of each text: every weight,
+    of the embedding the tokens' rows, and the cache."""
+    weights = weight_bytes(shape, width, packed=True)  # which counts the embedding and the LM head apart
+    unread = (shape.own_vocab - batch) * shape.hidden * width
+    return weights - unread + cache_bytes(shape, layout, batch, columns, width)
+
+
 SHAPES = Path(__file__).parent / "shapes.json"
 
 

@@ -28,7 +28,7 @@ ENOUGH_ROUNDS = 5  # with fewer an interval is too narrow
 
 @dataclass(frozen=True)
 class Environment(Record):
-    LEFT_OUT: ClassVar = ("operations", "gpus", "gpu_memory_bytes", "cuda", "nccl", "vllm")
+    LEFT_OUT: ClassVar = ("operations", "gpus", "gpu_memory_bytes", "gpu_memory_gb_s", "cuda", "nccl", "vllm")
 
     device: str
     processor: str
@@ -43,6 +43,7 @@ class Environment(Record):
     operations: str | None = None  # between the products, of inference
     gpus: list[str] | None = None
     gpu_memory_bytes: int | None = None
+    gpu_memory_gb_s: float | None = None  # by the data sheet; None for a GPU that is not in devices.yaml
     cuda: str | None = None
     nccl: str | None = None
     vllm: str | None = None
@@ -58,15 +59,17 @@ def environment(
     import torch
     import transformers
 
-    from ladderize.ranks.device import cores, processor
+    from ladderize.ranks.device import cores, known_gpu, processor
 
     prefixes = ("NCCL_", "GLOO_", "OMP_", "TORCH_", *settings)
     noted = [name for name in sorted(os.environ) if name.startswith(prefixes) and not SECRETS.search(name)]
     of_gpus: dict[str, Any] = {}
     if group.device.type == "cuda":
+        name = torch.cuda.get_device_name(group.device)
         of_gpus = {
-            "gpus": group.gather(torch.cuda.get_device_name(group.device)),
+            "gpus": group.gather(name),
             "gpu_memory_bytes": torch.cuda.get_device_properties(group.device).total_memory,
+            "gpu_memory_gb_s": known_gpu(name).get("memory_bandwidth_gb_s"),
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
@@ -146,6 +149,8 @@ class BenchRow(Record):
     overlap: dict[str, Overlap] | None = None
     bound_share: float | None = None  # of the model's fastest step without communication, in training
     architecture: str | None = None  # vLLM's model class
+    decode_read_bytes: int | None = None  # by one rank in the mean step; None in training
+    bandwidth_share: float | None = None  # of the memory's bandwidth, which it takes to read them in a step's time
 
     @property
     def is_model(self) -> bool:
@@ -210,6 +215,7 @@ PHASE_TITLES = {
 # the columns of a phase's table in their order, and what is said below it; those without any text are left out
 COLUMNS = {
     **dict.fromkeys(("model", "class", "batch", "ms", "tokens/s")),
+    "of bandwidth": "the share of the memory's bandwidth that it takes to read all weights and the cache in this time.",
     "of no-comm": "the share that the fastest step of this model without communication has of the step.",
     "speed-up": "over the first row of its batch size; its 95 % interval says how far the rounds disagree.",
     **dict.fromkeys(("95 % interval", "all-reduces")),
@@ -227,6 +233,8 @@ def _entries(document: BenchDocument, row: BenchRow, phase: str) -> dict[str, st
         entries["class"] = row.architecture.removesuffix("ForCausalLM")
     if phase in ("decode", "step"):
         entries["tokens/s"] = f"{row.tokens_per_s:.1f}"
+    if phase == "decode" and row.bandwidth_share is not None:
+        entries["of bandwidth"] = f"{row.bandwidth_share:.0%}"
     if phase == "step":
         entries["of no-comm"] = f"{row.bound_share:.2f}"
     first = next(each for each in document.rows if each.batch_size == row.batch_size)

@@ -32,6 +32,7 @@ from ladderize.runtime.bench.trace import cpu_flights, flights_of, gpu_flights, 
 from ladderize.runtime.collectives.base import NoCommunication
 from ladderize.runtime.decode import capture
 from ladderize.runtime.schedule import ScheduleName
+from ladderize.runtime.shards import Shape, decode_read_bytes
 from ladderize.runtime.spec import ModelSpec
 
 TRACED_PASSES = 4
@@ -157,6 +158,7 @@ def synchronize(device: torch.device) -> None:
 def rows_of(benchmark: Benchmark, variants: Sequence[Variant], batch: int) -> Iterator[BenchRow]:
     """Yield the rows of timed variants; speed-ups are over the first. All ranks call it."""
     options, shown = benchmark.document.options, []
+    gb_s = benchmark.document.environment.gpu_memory_gb_s
     for variant in variants:
         shown.append(variant)
         if variant.has_silent_row:
@@ -168,13 +170,21 @@ def rows_of(benchmark: Benchmark, variants: Sequence[Variant], batch: int) -> It
     for variant in shown:
         layout, folder = variant.spec.layout, variant.spec.folder
         figures = timed_figures(variant.samples, variants[0].samples, options.passes, total)
-        communication, bound_share = None, None
+        communication, bound_share, read_bytes, bandwidth_share = None, None, None, None
         if variant.silent is not None:
             communication = {phase: waited(benchmark, variant, phase) for phase in options.passes}
         if options.train:
             # a model's fastest step without communication, whatever the schedule
             rivals = [rival.silent_samples.values() for rival in variants if rival.spec is variant.spec]
             bound_share = min(sum(map(statistics.median, phases)) for phases in rivals) / figures["ms"][total]
+        else:
+            shape = Shape.from_config(
+                variant.spec.config, tp_size=options.ranks, rank=0, replicate_vocab=options.replicate_vocab
+            )
+            columns = options.prompt_len + options.output_len // 2  # that the mean step sees
+            read_bytes = decode_read_bytes(shape, layout, batch, columns, variant.spec.torch_dtype.itemsize)
+            if gb_s is not None:
+                bandwidth_share = read_bytes / (1e6 * gb_s * figures["ms"]["decode"])
         yield BenchRow(
             model=variant.name,
             kind=MODEL_ROW if variant.name == variant.spec.name else "baseline, for timing only",
@@ -192,6 +202,8 @@ def rows_of(benchmark: Benchmark, variants: Sequence[Variant], batch: int) -> It
             overlap=variant.overlap,
             bound_share=bound_share,
             architecture=variant.architecture,
+            decode_read_bytes=read_bytes,
+            bandwidth_share=bandwidth_share,
             **figures,
         )
 
