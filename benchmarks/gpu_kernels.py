@@ -36,7 +36,7 @@ from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
 from ladderize.runtime.collectives import emulated
-from ladderize.runtime.collectives.base import Collectives, Handle, NoCommunication
+from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.emulated import Emulated, EmulatedOnGpu
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.shards import Shape, read_shape
@@ -201,30 +201,7 @@ def table(args: argparse.Namespace) -> Outcome:
 class Forked(EmulatedOnGpu):
     """Emulated sums that all fork and join, also those that are waited for at once."""
 
-    all_reduce = Collectives.all_reduce
-
-
-class BlockingInPlace(EmulatedOnGpu):
-    """Emulated sums, of which those that a layout waits for at once take the computing stream: no fork, no join."""
-
-    def __init__(
-        self, ranks: int, link: Link, device: torch.device, modes: Sequence[str], idle: Callable[[int], None]
-    ) -> None:
-        super().__init__(ranks, link, device)
-        self.modes, self.idle, self.sent = modes, idle, 0
-
-    def all_reduce_async(self, x: Tensor) -> Handle:
-        mode = self.modes[self.sent % len(self.modes)]  # every pass sends all of its sums, in their order
-        if mode == "blocking":
-            total = self.all_reduce(x)
-            return Handle(lambda: total)
-        self.sent += 1
-        return super().all_reduce_async(x)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        self.sent += 1
-        self.reduce(x, x)
-        return x
+    all_reduce_blocking = Collectives.all_reduce_blocking
 
 
 def with_idle_stream(run: Run, device: torch.device, nanoseconds: int) -> Run:
@@ -251,11 +228,12 @@ def forks(args: argparse.Namespace) -> Outcome:
             meanwhile = with_idle_stream(silent, device, round(min(2e9, 1.5 * longest)))  # 32 bits of nanoseconds
             runs[f"{layout}, a long kernel on another stream"] = meanwhile
         for delay in args.delays_us:
-            link, modes = Link(f"{delay:g} us", delay, None), shard.layout(layout).modes
+            link = Link(f"{delay:g} us", delay, None)
             senders = {"forks": Forked(args.ranks, link, device) if on_gpu else Emulated(args.ranks, link)}
             idles = {"thin": emulated.idle_on_gpu(), "fat": fat_idle} if on_gpu else {}
             for name, idle in idles.items():
-                senders[f"blocking in place, {name}"] = BlockingInPlace(args.ranks, link, device, modes, idle)
+                senders[f"blocking in place, {name}"] = in_place = EmulatedOnGpu(args.ranks, link, device)
+                in_place.idle = idle
             for name, sender in senders.items():
                 runs[f"{layout}, {name}, {delay:g} us"] = repeated(shard.step(layout, sender, batch), args.steps)
     samples = interleaved(runs, device, args.rounds, each=args.steps)

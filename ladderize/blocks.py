@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, linear
 
-from ladderize.checkpoint.config import FUSED, is_tied, most_positions
+from ladderize.checkpoint.config import column_rows, is_tied, most_positions
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import read_tensor
 from ladderize.data.windows import draw_windows, needs_tokenizer, read_documents
 from ladderize.errors import UserError
-from ladderize.families.base import ROPE
+from ladderize.families.base import FUSED, ROPE
 from ladderize.families.registry import complete_config, family_of
 from ladderize.layout import Layout
 from ladderize.modeling import dense_class, ladderized_class, load_tokenizer
@@ -217,12 +217,10 @@ def projection_of(layer: Any, name: str) -> torch.nn.Linear:
         return projection
     fused = fused_of(name)
     whole, config = layer.get_submodule(fused), layer.self_attn.config
-    counts = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-    sizes = [count * layer.self_attn.head_dim for count in counts]
-    if module == "mlp":
-        sizes = [len(whole.weight) // 2] * 2
-    number = FUSED[fused].index(name)
-    view = torch.nn.Linear(whole.in_features, sizes[number], bias=False, device="meta")
+    heads = config.num_attention_heads, config.num_key_value_heads, layer.self_attn.head_dim
+    rows = column_rows(*heads, config.intermediate_size)
+    number, sizes = FUSED[fused].index(name), [rows[projection] for projection in FUSED[fused]]
+    view = torch.nn.Linear(whole.in_features, rows[name], bias=False, device="meta")
     view.weight = torch.nn.Parameter(whole.weight.detach().split(sizes)[number], requires_grad=False)
     return view
 

@@ -13,6 +13,10 @@ Another shape, on prose in the place of the demo's texts (benchmarks/recovery.py
 The same recipe for another family (docs/results.md, "Tiny models"; not shipped):
 
     python scripts/train_demo_model.py --family qwen3 --out qwen3 --log qwen3.log
+    python scripts/train_demo_model.py --family gemma3_text --steps 1600 --out gemma --log gemma.log \
+        --more '{"sliding_window": 32, "query_pre_attn_scalar": 16}'
+    python scripts/train_demo_model.py --family exaone4 --steps 1600 --out exaone --log exaone.log \
+        --more '{"sliding_window": 32}'
 """
 
 import argparse
@@ -24,17 +28,10 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ladderize.demo.corpus import documents
+from ladderize.families.supported import SUPPORTED
 
 ROOT = Path(__file__).resolve().parent.parent
 BOS, EOS = "<s>", "</s>"
@@ -42,10 +39,6 @@ CONFIG = {
     "vocab_size": 768, "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
 }  # fmt: skip
-FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -91,7 +84,8 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=2.5e-3)
     parser.add_argument("--documents", type=int, default=250_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--family", choices=FAMILIES, default="llama")
+    parser.add_argument("--family", choices=[family.model_type for family in SUPPORTED], default="llama")
+    parser.add_argument("--more", type=json.loads, default={}, help="more keys of its config, as JSON")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--intermediate-size", type=int, default=320)
@@ -121,8 +115,7 @@ def main() -> None:
         "num_key_value_heads": args.heads // 2,
         "head_dim": args.hidden_size // args.heads,
     }
-    config_class, model_class = FAMILIES[args.family]
-    model = model_class(config_class(**CONFIG, **shape))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(args.family, **CONFIG, **shape, **args.more))
     parameters = sum(p.numel() for p in model.parameters())
     decay = [p for p in model.parameters() if p.ndim > 1]
     other = [p for p in model.parameters() if p.ndim == 1]

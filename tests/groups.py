@@ -29,8 +29,8 @@ class Counting(Observed):
         super().__init__(inner)
         self.started, self.waited, self.most_in_flight = 0, 0, 0
 
-    def all_reduce_async(self, x):
-        handle = self.inner.all_reduce_async(x)
+    def send(self, all_reduce, x):
+        handle = all_reduce(x)
         self.started += 1
         self.most_in_flight = max(self.most_in_flight, self.started - self.waited)
 

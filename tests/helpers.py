@@ -94,8 +94,10 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
     "exaone4": {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "glm": {"head_dim": 8},
+    "glm4": {"head_dim": 8},
 }  # fmt: skip
-NORMED_SUMS = ("gemma3_text", "exaone4")  # a norm behind each sum: nothing is delayed or dropped
+NORMED_SUMS = ("gemma3_text", "exaone4", "glm4")  # a norm behind each sum: nothing is delayed or dropped
 
 # Adam's first step is as long for a gradient that all but cancels, of which rounding decides the sign. Gradients that
 # are clipped to this norm leave of such a one less than Adam's epsilon: then runs that round otherwise train the same.

@@ -13,12 +13,15 @@ def rms_norm(x, weight, eps):
     return x if weight is None else weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
-def rotate(x, positions, theta, share=1.0):
+def rotate(x, positions, theta, share=1.0, interleaved=False):
     """x: [batch, heads, tokens, head_dim]; the two halves of a head, or of its first ``share``, are the pairs that
-    rotate."""
+    rotate, or ``interleaved`` its neighbours."""
     if share < 1:
         count = int(x.shape[-1] * share)
-        return torch.cat([rotate(x[..., :count], positions, theta), x[..., count:]], -1)
+        return torch.cat([rotate(x[..., :count], positions, theta, 1.0, interleaved), x[..., count:]], -1)
+    if interleaved:
+        halves = rotate(torch.cat([x[..., ::2], x[..., 1::2]], -1), positions, theta)
+        return torch.stack(halves.chunk(2, -1), -1).flatten(-2)
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = (positions[:, None, :, None] * frequencies).to(torch.float32).to(x.dtype)
@@ -49,6 +52,7 @@ class Equations:
             [config.rope_parameters.get("rope_theta") for _ in layers],
         )
         family = config.model_type.removeprefix("ladderized_")
+        self.interleaved = family in ("glm", "glm4")
         if family in ("mistral", "phi3"):
             self.windows = [config.sliding_window for _ in layers]
         if family in ("ministral", "cwm") or (family in ("qwen2", "qwen3", "smollm3") and config.use_sliding_window):
@@ -62,6 +66,11 @@ class Equations:
             near = [kind == "sliding_attention" for kind in config.layer_types]
             self.windows = [config.sliding_window if near[i] else None for i in layers]
             self.norms = {"attention": (None, "post_attention_layernorm"), "mlp": (None, "post_feedforward_layernorm")}
+        if family == "glm4":
+            self.norms = {
+                "attention": ("input_layernorm", "post_self_attn_layernorm"),
+                "mlp": ("post_attention_layernorm", "post_mlp_layernorm"),
+            }
         if family == "exaone4" and config.sliding_window is not None:
             self.rotates = near
         if family == "gemma3_text":
@@ -114,7 +123,8 @@ class Oracle:
         q, k = self.norm(q, layer, "self_attn.q_norm"), self.norm(k, layer, "self_attn.k_norm")
         if self.family.rotates[layer]:
             share = config.rope_parameters.get("partial_rotary_factor", 1.0)
-            q, k = (rotate(t, positions, self.family.thetas[layer], share) for t in (q, k))
+            how = self.family.thetas[layer], share, self.family.interleaved
+            q, k = (rotate(t, positions, *how) for t in (q, k))
         if (window := self.family.windows[layer]) is not None:
             token = torch.arange(x.shape[1])
             allowed = allowed & (token[:, None] - token[None, :] < window)

@@ -105,9 +105,9 @@ class LeavesOut(Observed):
         super().__init__(inner)
         self.number, self.count = number, 0
 
-    def all_reduce_async(self, x):
+    def send(self, all_reduce, x):
         self.count += 1
-        return Handle(lambda: x) if self.count == self.number else super().all_reduce_async(x)
+        return Handle(lambda: x) if self.count == self.number else all_reduce(x)
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,7 @@ def check(expected, result, *, tolerance=TOLERANCE, losses=1e-5):
 # every layout: (layout, number of its schedule, number of the variant)
 EVERYTHING = [(layout, index % len(SCHEDULES), index % len(VARIANTS)) for index, layout in enumerate(LAYOUTS)]
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+O_BIAS = {"attention_bias": True, "tie_word_embeddings": True}  # which goes through the norm behind the sum
 WIDE_YARN = {"head_dim": 8, "rope_parameters": YARN}
 SPECIAL = {
     "a rank without a vocabulary": ("dense", SCHEDULES[1], {"model": {"vocab_size": 9}, "tied": True, "teacher": True}),
@@ -246,6 +247,13 @@ SPECIAL = {
     "frozen under a trained sum": ("mixed", SCHEDULES[2], {"layers": (1,)}),
     "qwen3": ("same layer", SCHEDULES[2], {"model": {"model_type": "qwen3"}, "packed": True, "kv_heads": 2}),
     "granite": ("same layer", SCHEDULES[2], {"model": {"model_type": "granite"}, "teacher": True, "tied": True}),
+    "phi3": ("same layer", SCHEDULES[2], {"model": {"model_type": "phi3"}, "packed": True, "kv_heads": 2}),
+    "phi3, a rank with two copies": ("every mode", SCHEDULES[0], {"model": {"model_type": "phi3"}, "kv_heads": 1}),
+    "gemma3": ("ladder gaps", SCHEDULES[1], {"model": {"model_type": "gemma3_text", **O_BIAS}, "packed": True}),
+    "gemma3, one layer": ("ladder all", SCHEDULES[0], {"model": {"model_type": "gemma3_text"}, "layers": (1,)}),
+    "exaone4": ("ladder all", SCHEDULES[2], {"model": {"model_type": "exaone4"}, "recompute": True, "teacher": True}),
+    "glm": ("same layer", SCHEDULES[1], {"model": {"model_type": "glm"}, "kv_heads": 2}),
+    "glm4": ("ladder gaps", SCHEDULES[2], {"model": {"model_type": "glm4"}, "packed": True}),
     "nothing counts": ("same layer", SCHEDULES[1], {"scored": 0.0}),
     "bfloat16": ("same layer", SCHEDULES[2], {"compute": torch.bfloat16, "teacher": True, "padding": 3}),
 }

@@ -61,6 +61,8 @@ VARIANTS = {
         {"sliding_window": 5, "layer_types": [*KINDS, *KINDS]},
         {"sliding_window": None, "layer_types": [KINDS[1]] * 4},
     ],
+    "glm": [{}, {"attention_bias": False, "tie_word_embeddings": True}],
+    "glm4": [{}, {"attention_bias": False}],
 }
 CASES = [(model_type, extra) for model_type, variants in VARIANTS.items() for extra in variants]
 

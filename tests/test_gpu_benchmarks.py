@@ -105,8 +105,7 @@ def test_forks_are_joined(tmp_path, monkeypatch):
         forked = {}
         for name in ("dense", "ladder"):
             shard, link = kernels.Shard(argparse.Namespace(**sizes, **options)), kernels.Link("0 us", 0.0, None)
-            modes = shard.layout(name).modes
-            sums = kernels.BlockingInPlace(8, link, options["device"], modes, emulated.idle_on_gpu())
+            sums = kernels.EmulatedOnGpu(8, link, options["device"])
             gpu.log.clear()
             shard.step(name, sums, 1)
             idled = [entry[1] for entry in gpu.log if entry[0] == "run" and entry[2] == "ladderize_spin_kernel"]

@@ -7,7 +7,7 @@ from typing import Any
 from ladderize.checkpoint.quantised import QUANTISATION_KEYS, plain_view, quantisation_of
 from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint
 from ladderize.errors import UserError
-from ladderize.families.base import FULL_ATTENTION, SLIDING_ATTENTION, positive
+from ladderize.families.base import FULL_ATTENTION, FUSED, SLIDING_ATTENTION, positive
 from ladderize.families.registry import complete_config, family_of, known_family
 from ladderize.files.records import shown
 
@@ -19,11 +19,6 @@ LARGEST |= {"num_hidden_layers": MOST_LAYERS, "num_attention_heads": MOST_HEADS,
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 STATED_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "auto")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# a fused projection of a layer, and those whose rows it has
-FUSED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
 
 
 def check_config(config: Mapping[str, Any], model: str = "this checkpoint") -> None:
@@ -102,22 +97,30 @@ def most_positions(config: Mapping[str, Any]) -> int:
     return int(complete_config(config)["max_position_embeddings"] or 2048)
 
 
+def column_rows(heads: int, kv_heads: int, head_dim: int, inner: int) -> dict[str, int]:
+    """Return the rows of each column-parallel projection of a layer, by its name."""
+    return {
+        "self_attn.q_proj": heads * head_dim,
+        **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), kv_heads * head_dim),
+        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), inner),
+    }
+
+
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of a model with this config, by name; a tied LM head has none. An unsupported
     family gets the parameters of a Llama of the same sizes."""
     family = known_family(config)
     full, decoder = family.complete(config), family.describe(config)
     hidden, inner, dim = full["hidden_size"], full["intermediate_size"], full["head_dim"]
-    queries, keys = full["num_attention_heads"] * dim, full["num_key_value_heads"] * dim
+    columns = column_rows(full["num_attention_heads"], full["num_key_value_heads"], dim, inner)
     projections = {
-        "self_attn.q_proj": (queries, hidden, decoder.qkv_bias),
-        **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (keys, hidden, decoder.qkv_bias)),
-        "self_attn.o_proj": (hidden, queries, decoder.o_bias),
-        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden, decoder.mlp_bias)),
-        "mlp.down_proj": (hidden, inner, decoder.mlp_bias),
+        name: (rows, hidden, decoder.mlp_bias if name.startswith("mlp.") else decoder.qkv_bias)
+        for name, rows in columns.items()
     }
-    for name, fused in FUSED.items() if decoder.is_fused else ():
-        rows = sum(projections.pop(projection)[0] for projection in fused)
+    projections["self_attn.o_proj"] = hidden, columns["self_attn.q_proj"], decoder.o_bias
+    projections["mlp.down_proj"] = hidden, inner, decoder.mlp_bias
+    for name in decoder.fused:
+        rows = sum(projections.pop(projection)[0] for projection in FUSED[name])
         projections[name] = (rows, hidden, False)
     of_layer: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns, has_bias) in projections.items():

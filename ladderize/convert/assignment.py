@@ -17,6 +17,7 @@ from ladderize.checkpoint.config import kv_head_count
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.writing import Move
 from ladderize.errors import UserError
+from ladderize.families.base import FUSED
 from ladderize.files.documents import read_document
 from ladderize.files.records import Record, shown
 
@@ -33,11 +34,6 @@ LIES_IN = {
     "self_attn.o_proj.weight": ("heads", 1),
     **{f"mlp.{name}_proj.{kind}": ("neurons", 0) for name in ("gate", "up") for kind in TENSOR_KINDS},
     "mlp.down_proj.weight": ("neurons", 1),
-}
-# of fused projections: what their rows are, one after another, in blocks of one size
-FUSED_ROWS = {
-    "self_attn.qkv_proj.weight": ("heads", "kv_heads", "kv_heads"),
-    "mlp.gate_up_proj.weight": ("neurons", "neurons"),
 }
 
 
@@ -115,13 +111,14 @@ class RankAssignment(Record):
             orders["neurons"] = tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
         changed = {kind: order for kind, order in orders.items() if order != tuple(range(len(order)))}
         moves = {name: Move(changed[kind], axis) for name, (kind, axis) in LIES_IN.items() if kind in changed}
-        for name, kinds in FUSED_ROWS.items():
+        for name, projections in FUSED.items():
+            kinds = [LIES_IN[f"{projection}.weight"][0] for projection in projections]  # of its rows
             if changed.keys() & {*kinds}:
                 joined: list[int] = []
                 for kind in kinds:
                     first = len(joined)
                     joined += [first + block for block in orders[kind]]
-                moves[name] = Move(tuple(joined), 0)
+                moves[f"{name}.weight"] = Move(tuple(joined), 0)
         return moves
 
     def moves(self, config: Mapping[str, Any]) -> dict[str, Move]:

@@ -16,6 +16,12 @@ from ladderize.errors import UserError
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 ROPE = "rope"  # the rotation of a model that has one
 SILU, GELU = "silu", "gelu_pytorch_tanh"
+QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
+# a fused projection of a layer, and those whose rows it has
+FUSED = {
+    QKV: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    GATE_UP: ("mlp.gate_proj", "mlp.up_proj"),
+}
 
 
 class Norms(NamedTuple):
@@ -37,10 +43,11 @@ class Decoder:
     windows: for each layer the number of tokens that a token sees, itself and those just before it; None: all.
     rope: for each layer the rotation of queries and keys, ``ROPE`` or one of several of the config's
     ``rope_parameters``; None: they do not rotate.
-    is_fused: q, k and v are rows of one projection, gate and up of another.
+    fused: the projections, of ``FUSED``, that are the rows of several ones.
     norm_offset: is added to the weights of all norms.
     activation: of the MLP's gate; ``Family.describe`` reads it.
     rotary_share: of each head's numbers, how many rotate.
+    interleaved: numbers that rotate together are neighbours; else they lie in the two halves of what rotates.
     head_norms: an RMSNorm of each query head and key head before they rotate, one weight [head_dim] for all query heads
     and one for all key heads.
     embedding_scale, attention_scale, residual_scale, logits_scale: factors of the embedding, of the scores before their
@@ -54,13 +61,14 @@ class Decoder:
     o_bias: bool = False
     mlp_bias: bool = False
     head_norms: bool = False
-    is_fused: bool = False
+    fused: tuple[str, ...] = ()
     norms: Norms = LLAMAS_NORMS
     norm_offset: float = 0.0
     activation: str = SILU
     embedding_scale: float = 1.0
     rounds_scale: bool = False
     rotary_share: float = 1.0
+    interleaved: bool = False
     attention_scale: float | None = None
     residual_scale: float = 1.0
     logits_scale: float = 1.0
@@ -136,10 +144,10 @@ COMMON_DEFAULTS = {
 # ---- what several families' configs say in the same way ----
 
 
-def everywhere(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``windows`` and ``rope`` of a model whose layers all see every token and rotate."""
+def everywhere(config: Mapping[str, Any], window: int | None = None) -> dict[str, Any]:
+    """Return ``windows`` and ``rope`` of a model whose layers all have this window and rotate."""
     layers = config["num_hidden_layers"]
-    return {"windows": (None,) * layers, "rope": (ROPE,) * layers}
+    return {"windows": (window,) * layers, "rope": (ROPE,) * layers}
 
 
 def window_of(config: Mapping[str, Any]) -> int | None:

@@ -11,7 +11,6 @@ WAITS = "its norms of q and k run over all heads, so every rank would wait befor
 REFUSED = {
     **dict.fromkeys(("olmo2", "olmo3"), WAITS),
     "gemma2": "its scores and logits are capped",
-    **dict.fromkeys(("glm", "glm4"), "its rotation is interleaved"),
 }
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}  # keys of mixtures of them
 BY_TYPE = {model_type: family for family in SUPPORTED for model_type in family.types}

@@ -1,12 +1,15 @@
 """The supported families, each with the reader of its configs. Imports no torch."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ladderize.errors import UserError
 from ladderize.families.base import (
     FULL_ATTENTION,
+    GATE_UP,
     GELU,
+    QKV,
     ROPE,
     SLIDING_ATTENTION,
     Decoder,
@@ -44,13 +47,13 @@ LLAMA = Family("llama", "Llama", read_llama, other_types=(AUTHORS_TYPE,))
 
 def read_mistral(config: Mapping[str, Any]) -> Decoder:
     window = window_of(config)
-    windows = (window,) * config["num_hidden_layers"]
-    if config.get("layer_types") is not None and layer_windows(config, window, lambda layer: True) != windows:
+    layers = everywhere(config, window)
+    if layer_windows(config, window, lambda layer: True) != layers["windows"]:
         raise UserError(
             "config.json: layer_types names other layers than sliding_window does, and transformers' Mistral heeds"
             " sliding_window alone; remove layer_types, or name the family that has such layers"
         )
-    return Decoder(**{**everywhere(config), "windows": windows})
+    return Decoder(**layers)
 
 
 MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}
@@ -282,15 +285,54 @@ EXAONE4 = Family(
 # ---- Phi-3, Phi-4: fused projections; a part of each head rotates ----
 
 
-def read_phi3(config: Mapping[str, Any]) -> Decoder:
-    windows = (window_of(config),) * config["num_hidden_layers"]
+def rotary_share(config: Mapping[str, Any]) -> float:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    share = positive({"partial_rotary_factor": 1.0, **config, **rope}, "partial_rotary_factor")
-    return Decoder(**{**everywhere(config), "windows": windows}, is_fused=True, rotary_share=share)
+    return positive({**config, **rope}, "partial_rotary_factor")
+
+
+def read_phi3(config: Mapping[str, Any]) -> Decoder:
+    layers = everywhere(config, window_of(config))
+    return Decoder(**layers, fused=(QKV, GATE_UP), rotary_share=rotary_share(config))
 
 
 PHI3 = Family(
-    "phi3", "Phi3", read_phi3, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None}
+    "phi3",
+    "Phi3",
+    read_phi3,
+    {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": 1.0},
 )
 
-SUPPORTED = (LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3, SEED_OSS, MINISTRAL, CWM, GEMMA3, EXAONE4, PHI3)
+
+# ---- GLM 4: gate and up are fused; a half of each head rotates, of neighbours. Since 0414 norms behind both sums ----
+
+
+def read_glm(config: Mapping[str, Any]) -> Decoder:
+    return Decoder(
+        **everywhere(config),
+        qkv_bias=bool(config["attention_bias"]),
+        fused=(GATE_UP,),
+        rotary_share=rotary_share(config),
+        interleaved=True,
+    )
+
+
+def read_glm4(config: Mapping[str, Any]) -> Decoder:
+    names = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    return replace(read_glm(config), norms=Norms(*names))
+
+
+GLM_DEFAULTS = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
+GLM = Family("glm", "Glm", read_glm, GLM_DEFAULTS)
+GLM4 = Family("glm4", "Glm4", read_glm4, GLM_DEFAULTS)
+
+SUPPORTED = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3, SEED_OSS, MINISTRAL, CWM),
+    *(GEMMA3, EXAONE4, PHI3, GLM, GLM4),
+)

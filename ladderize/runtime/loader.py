@@ -64,27 +64,27 @@ def load_weights(
         sublayers += _layer(read, index, shape, virtual_ranks(layout, index, shape.tp_size), pack)
         advance(1)
     head = embed if shape.tied else read_slice(shape.vocab_slice("lm_head.weight"))
-    return Weights(embed, sublayers, norm_of(read("model.norm.weight"), shape), Linear(head, pack=pack))
+    norm = RMSNorm(with_offset(read("model.norm.weight"), shape), shape.eps)
+    return Weights(embed, sublayers, norm, Linear(head, pack=pack))
 
 
-def norm_of(weight: Tensor, shape: Shape) -> RMSNorm:
-    """Return the norm of a stored weight; one that is 1 + w is kept in float32, since 16 bits would lose most of w."""
+def with_offset(weight: Tensor, shape: Shape) -> Tensor:
+    """Return a norm's weight from the stored one; one that is 1 + w is in float32: 16 bits would lose most of w."""
     offset = shape.decoder.norm_offset
-    return RMSNorm(weight.float() + offset if offset else weight, shape.eps)
+    return weight.float() + offset if offset else weight
 
 
 def _layer(
     read: Callable[..., Tensor], index: int, shape: Shape, virtual: VirtualRanks, pack: bool
 ) -> tuple[Sublayer, Sublayer]:
-    prefix, decoder, dim = f"model.layers.{index}.", shape.decoder, shape.head_dim
-    starts, rotary = shape.fused_rows, int(dim * decoder.rotary_share)
+    prefix, decoder, starts = f"model.layers.{index}.", shape.decoder, shape.fused_rows
 
     def rows(name: str, bounds: tuple[int, int], biased: bool, *, paired: bool = False) -> list[Tensor]:
         """Return rows of a projection's weight, and of its bias if it has one."""
         stored, first = starts.get(name, (name, 0))
         begin, end = (first + bound for bound in bounds)
         tensors = [read(f"{prefix}{stored}.{kind}", 0, begin, end) for kind in ("weight", "bias")[: 1 + biased]]
-        return [pair_rope_rows(tensor, dim, rotary) for tensor in tensors] if paired else tensors
+        return [pair_rope_rows(tensor, shape) for tensor in tensors] if paired else tensors
 
     def fused(*projections: list[Tensor]) -> Linear:
         return Linear(*map(torch.cat, zip(*projections, strict=True)), pack=pack)
@@ -108,13 +108,13 @@ def _layer(
         return fused(*(rows(f"mlp.{name}_proj", rank.inner_rows(), decoder.mlp_bias) for name in ("gate", "up")))
 
     def norm(name: str | None) -> RMSNorm | None:
-        return None if name is None else norm_of(read(f"{prefix}{name}.weight"), shape)
+        return None if name is None else RMSNorm(with_offset(read(f"{prefix}{name}.weight"), shape), shape.eps)
 
     def head_norm(name: str) -> Tensor | None:
         if not decoder.head_norms:
             return None
         weight = read(f"{prefix}self_attn.{name}_norm.weight")
-        return pair_rope_rows(norm_of(weight, shape).weight, dim, rotary)
+        return pair_rope_rows(with_offset(weight, shape), shape)
 
     attention = Sublayer(
         index,
@@ -139,17 +139,23 @@ def _layer(
     return attention, mlp
 
 
-def pair_rope_rows(rows: Tensor, head_dim: int, rotary: int) -> Tensor:
+def pair_rope_rows(rows: Tensor, shape: Shape) -> Tensor:
     """Reorder each head's rows so that the two that rope turns together are neighbours, as a complex product needs.
-    Done to q and k alike, this changes no attention score. rotary: the rows of a head that turn, its first ones."""
-    heads = rows.unflatten(0, (-1, head_dim))
-    paired = heads[:, :rotary].unflatten(1, (2, rotary // 2)).transpose(1, 2).flatten(1, 2)
-    return torch.cat((paired, heads[:, rotary:]), 1).reshape(rows.shape)
+    Done to q and k alike, this changes no attention score."""
+    return rows if shape.decoder.interleaved else _rotating_transposed(rows, shape, (2, shape.rotary // 2))
 
 
-def unpair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
+def unpair_rope_rows(rows: Tensor, shape: Shape) -> Tensor:
     """Undo ``pair_rope_rows``: return the rows as a checkpoint orders them."""
-    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(rows.shape)
+    return rows if shape.decoder.interleaved else _rotating_transposed(rows, shape, (shape.rotary // 2, 2))
+
+
+def _rotating_transposed(rows: Tensor, shape: Shape, sizes: tuple[int, int]) -> Tensor:
+    """Return the rows with those of each head that rotate, its first ones, transposed as a matrix of ``sizes``."""
+    heads = rows.unflatten(0, (-1, shape.head_dim))
+    rotating, others = heads[:, : shape.rotary], heads[:, shape.rotary :]
+    rotating = rotating.unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
+    return torch.cat((rotating, others), 1).reshape(rows.shape)
 
 
 def _padded(tensor: Tensor, rows: int | None) -> Tensor:

@@ -45,29 +45,30 @@ class TPLlama:
         normed end of the residual stream, times ``logits_scale``."""
         if self.windows:
             step = step.with_windows(self.windows, ids.shape[1])
-        walks = [self.walk(*chunk) for chunk in split_parts(ids, step, cache, schedule)]
+        chunks = split_parts(ids, step, cache, schedule)
+        walks = [self.walk(*chunk, alone=len(chunks) == 1) for chunk in chunks]
         return join_parts(run_walks(walks), ids.shape[0])
 
-    def walk(self, ids: Tensor, step: Step, cache: KVCache) -> Generator[None, None, Tensor]:
+    def walk(self, ids: Tensor, step: Step, cache: KVCache, *, alone: bool) -> Generator[None, None, Tensor]:
         """Run the forward pass as a generator, which returns the result of ``forward``.
 
-        It yields after each sum that it has sent, so that other walks may compute meanwhile.
+        It yields after each sum that it has sent, so that other walks may compute meanwhile; ``alone``: there are none.
 
         A sub-module's weights are taken before the sum that it reads is waited for. In training that puts the products
         of its weights' gradients behind the start of its input's gradient (see training/linear.py).
         """
-        sent: PendingSum | None = self.embed(ids)
+        sent: PendingSum | None = self.embed(ids, alone)
         taken = self.upcoming(0)
         yield
         assert sent is not None
         residual, x = self.arrived(sent)
-        sent, behind = None, None  # the norm behind the sum that is on its way
+        sent = None
         apart: list[Tensor] | None = None  # what each virtual rank reads beside x: its partial of the sub-module before
         for number, mode in enumerate(self.modes):
             weights = taken.pop(0)
             partials = self.partials(number, weights, x, apart, step, cache)
             if sent is not None:  # waited for behind the compute: that is the overlap
-                residual, x = self.arrived(sent, residual, behind)
+                residual, x = self.arrived(sent)
                 sent = None
             apart, bias = None, self.scaled(weights.bias)
             if mode in APART:
@@ -79,23 +80,19 @@ class TPLlama:
                 message = apart[0].clone() if len(apart) == 1 else sum_of(apart)
                 sent = PendingSum(self.groups.across, residual, None, message)
             else:
-                behind = weights.norm_behind
-                sent = PendingSum(self.collectives, None if behind else residual, bias, partials.pop())
+                blocking = alone and mode not in HIDING
+                behind, product = weights.norm_behind, partials.pop()
+                sent = PendingSum(self.collectives, residual, bias, product, behind=behind, blocking=blocking)
             taken = self.upcoming(number + 1)
             yield
             if mode not in HIDING:
-                residual, x = self.arrived(sent, residual, behind)
+                residual, x = self.arrived(sent)
                 sent = None
         return self.end(x)  # the last MLP sync is blocking: nothing is on its way
 
-    def arrived(self, sent: PendingSum, residual: Stream | None = None, behind: Any = None) -> tuple[Stream, Stream]:
-        """Wait for a sum; return the stream with it, and the same as x. behind: the norm that the sum goes through
-        before it is added to ``residual``; None: it was sent with the stream."""
-        if behind is None:
-            return sent.wait(unadded=self.operations.adds_in_norm)
-        assert residual is not None
-        total, _ = sent.wait(unadded=False)
-        return (whole(residual) + self.operations.norm(behind, total),) * 2
+    def arrived(self, sent: PendingSum) -> tuple[Stream, Stream]:
+        """Wait for a sum; return the stream with it, and the same as x."""
+        return sent.wait(self.operations.norm, unadded=self.operations.adds_in_norm)
 
     def end(self, x: Stream) -> Tensor:
         scale = self.shape.decoder.logits_scale
@@ -152,9 +149,9 @@ class TPLlama:
         product = self.scaled(weights.row_parallel[0](inner))
         return [product if carry is None else product + sum_of(carry)]
 
-    def embed(self, ids: Tensor) -> PendingSum:
+    def embed(self, ids: Tensor, alone: bool) -> PendingSum:
         """Return the embedding of ids [batch, tokens] as a sum [batch, tokens, hidden]. Each rank looks up its own part
-        of the vocabulary."""
+        of the vocabulary. alone: no other walk computes until the wait."""
         if self.shape.replicate_vocab:
             rows, collectives = self.weights.rows(ids), ALONE
         else:
@@ -166,7 +163,7 @@ class TPLlama:
         scale = decoder.embedding_scale
         if decoder.rounds_scale:
             scale = torch.tensor(scale, dtype=rows.dtype).item()
-        return PendingSum(collectives, None, None, rows if scale == 1 else rows * scale)
+        return PendingSum(collectives, None, None, rows if scale == 1 else rows * scale, blocking=alone)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab] of hidden states [..., hidden], equal on all ranks."""

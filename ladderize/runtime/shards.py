@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ladderize.checkpoint.config import FUSED
+from ladderize.checkpoint.config import column_rows
 from ladderize.errors import UserError
-from ladderize.families.base import GELU, SILU, Decoder
+from ladderize.families.base import FUSED, GELU, SILU, Decoder
 from ladderize.families.registry import complete_config, known_family
 from ladderize.files.documents import read_json
 from ladderize.layout import APART, CONFIG_KEYS, Layout, LayoutError, check_split, runnable_sizes
@@ -71,6 +71,11 @@ class Shape:
         )
 
     @property
+    def rotary(self) -> int:
+        """The numbers of a head that rotate, its first ones."""
+        return int(self.head_dim * self.decoder.rotary_share)
+
+    @property
     def own_heads(self) -> int:
         return self.heads // self.tp_size
 
@@ -99,13 +104,10 @@ class Shape:
     @property
     def fused_rows(self) -> dict[str, tuple[str, int]]:
         """By the name of a projection in a layer the fused one that has its rows, and the first of them."""
-        sizes = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
-        rows = {f"self_attn.{name}_proj": count * self.head_dim for name, count in sizes.items()}
-        rows |= {f"mlp.{name}_proj": self.inner for name in ("gate", "up")}
-        starts = {}
-        for fused, names in FUSED.items() if self.decoder.is_fused else ():
+        rows, starts = column_rows(self.heads, self.kv_heads, self.head_dim, self.inner), {}
+        for fused in self.decoder.fused:
             first = 0
-            for name in names:
+            for name in FUSED[fused]:
                 starts[name] = fused, first
                 first += rows[name]
         return starts

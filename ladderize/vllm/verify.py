@@ -114,7 +114,7 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBack
     of_any_layout = {
         "in vLLM ladderize computes no norms behind sums, fused projections or heads that rotate in part; serve the"
         " dense model, or run this one on ladderize's runtime or in transformers": (
-            decoder.norms_sums or decoder.is_fused or decoder.rotary_share < 1
+            decoder.norms_sums or bool(decoder.fused) or decoder.rotary_share < 1
         ),
         "a ladderized model has no pipeline stages; use --pipeline-parallel-size 1 and more --tensor-parallel-size": (
             parallel.pipeline_parallel_size > 1

@@ -32,6 +32,15 @@ logger = logging.get_logger(__name__)
 UPDATES_EVERY_CACHE = "cache" in signature(LlamaAttention.forward).parameters
 
 
+# The norms behind a layer's sums, attention's and the MLP's, in families that have some. Before the MLP is a norm of
+# its own name, or the one of this name that is not behind attention.
+NORMS_BEHIND = (
+    ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ("post_self_attn_layernorm", "post_mlp_layernorm"),
+)
+BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm")
+
+
 class HeadsOnlyAttention:
     """A family's attention up to, but without, `o_proj`, whose product may stay split by rank.
 
@@ -97,7 +106,10 @@ class LadderizedDecoderLayer:
         self.sync_tp_size = config.sync_tp_size
         reads_apart = layer_idx > 0 and config.mlp_sync[layer_idx - 1] == "delayed"
         self.keeps_apart = self.attention_sync in ("delayed", "dropped")
-        if self.norms_sums and (self.keeps_apart or self.mlp_sync == "delayed"):
+        self.norms_behind = next((names for names in NORMS_BEHIND if hasattr(self, names[1])), ())
+        norms_before = (name for name in BEFORE_MLP if hasattr(self, name) and name not in self.norms_behind)
+        self.norm_before_mlp = next(norms_before, None)
+        if self.norms_behind and (self.keeps_apart or self.mlp_sync == "delayed"):
             raise ValueError("a norm behind a sum needs all of it, so its sync point cannot be delayed or dropped")
         if self.keeps_apart or reads_apart:
             self.self_attn.__class__ = self.heads_only
@@ -119,28 +131,21 @@ class LadderizedDecoderLayer:
             return self.after_mlp(stream, visible, None, None, self.added_by_mlp(self.mlp(inputs)))
         return self.after_mlp(stream, visible, *self.mlp_products(self.mlp_slices(inputs)))
 
-    @property
-    def norms_sums(self):
-        """True if a norm comes behind each sum, which so must be complete: no sync point is delayed or dropped."""
-        return hasattr(self, "post_feedforward_layernorm")
-
     def read_by_attention(self, stream):
         """Return what attention reads of the stream."""
         return self.input_layernorm(stream) if hasattr(self, "input_layernorm") else stream
 
     def read_by_mlp(self, stream):
         """Return what the MLP reads of the stream."""
-        if not self.norms_sums:
-            return self.post_attention_layernorm(stream)
-        return self.pre_feedforward_layernorm(stream) if hasattr(self, "pre_feedforward_layernorm") else stream
+        return stream if self.norm_before_mlp is None else getattr(self, self.norm_before_mlp)(stream)
 
     def added_by_attention(self, output):
         """Return what attention's sum adds to the stream."""
-        return self.post_attention_layernorm(output) if self.norms_sums else self.scaled(output)
+        return getattr(self, self.norms_behind[0])(output) if self.norms_behind else self.scaled(output)
 
     def added_by_mlp(self, output):
         """Return what the MLP's sum adds to the stream."""
-        return self.post_feedforward_layernorm(output) if self.norms_sums else self.scaled(output)
+        return getattr(self, self.norms_behind[1])(output) if self.norms_behind else self.scaled(output)
 
     def after_attention(self, hidden_states, attention_output):
         """Return the stream that the MLP reads, where sums are kept apart [ranks, ...]; the complete stream; and what

@@ -294,8 +294,8 @@ class ParallelLlama(TPLlama):
     """A Llama with GPT-J's and PaLM's block: attention and MLP read the same input, and one blocking all-reduce sums
     both. For timing only: with a Llama's weights its output means nothing."""
 
-    def walk(self, ids: Tensor, step: Step, cache: KVCache) -> Walk[None, None, Tensor]:
-        pending = self.embed(ids)
+    def walk(self, ids: Tensor, step: Step, cache: KVCache, *, alone: bool) -> Walk[None, None, Tensor]:
+        pending = self.embed(ids, alone)
         yield
         residual, x = self.arrived(pending)
         for index in range(self.shape.layers):
@@ -305,7 +305,7 @@ class ParallelLlama(TPLlama):
             (mlp_sum,) = self.partials(numbers[1], mlp, x, None, step, cache)
             for bias in (self.scaled(attention.bias), self.scaled(mlp.bias)):
                 residual, _ = self.add_bias(residual, residual, bias)
-            pending = PendingSum(self.collectives, residual, None, partial_sum + mlp_sum)
+            pending = PendingSum(self.collectives, residual, None, partial_sum + mlp_sum, blocking=alone)
             yield
             residual, x = self.arrived(pending)
         return self.end(x)

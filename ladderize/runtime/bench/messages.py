@@ -2,7 +2,7 @@
 cannot see a sum that is left out where sums are emulated, or where weights are random."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,7 @@ TRACED_START, TRACED_WAIT = "all-reduce: start", "all-reduce: wait"
 
 
 class Observed(Collectives):
-    """A wrapper that passes every call on to another backend."""
+    """A wrapper that passes every call on to another backend, sums by ``send``."""
 
     def __init__(self, inner: Collectives) -> None:
         super().__init__(inner.ranks)
@@ -29,8 +29,14 @@ class Observed(Collectives):
     def split(self, size: int) -> Split:
         return self.inner.split(size)
 
-    def all_reduce_async(self, x: Tensor, *into: Tensor) -> Handle:
-        return self.inner.all_reduce_async(x, *into)
+    def all_reduce_async(self, x: Tensor) -> Handle:
+        return self.send(self.inner.all_reduce_async, x)
+
+    def all_reduce_blocking(self, x: Tensor) -> Handle:
+        return self.send(self.inner.all_reduce_blocking, x)
+
+    def send(self, all_reduce: Callable[[Tensor], Handle], x: Tensor) -> Handle:
+        return all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self.inner.all_gather(x)
@@ -64,11 +70,11 @@ class Recording(Observed):
             recording.messages = self.messages
         return Split(*split)
 
-    def all_reduce_async(self, x: Tensor, *into: Tensor) -> Handle:
+    def send(self, all_reduce: Callable[[Tensor], Handle], x: Tensor) -> Handle:
         message = Message("all_reduce", self.inner, x.nbytes)
         self.messages.append(message)
         with record_function(TRACED_START):
-            handle = self.inner.all_reduce_async(x, *into)
+            handle = all_reduce(x)
 
         def finish() -> Tensor:
             with record_function(TRACED_WAIT):

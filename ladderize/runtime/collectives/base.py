@@ -59,9 +59,13 @@ class Collectives:
         """Start to sum ``x`` over the ranks, and return the handle of the sum."""
         return Handle(lambda: x)
 
+    def all_reduce_blocking(self, x: Tensor) -> Handle:
+        """Sum ``x``, whose sum is waited for before anything else is computed: nothing need run beside it."""
+        return self.all_reduce_async(x)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of every rank's ``x``."""
-        return self.all_reduce_async(x).wait()
+        return self.all_reduce_blocking(x).wait()
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return every rank's ``x`` [..., n] side by side: [..., ranks * n]. Ranks that are not there have this one's,

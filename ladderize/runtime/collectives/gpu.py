@@ -28,7 +28,9 @@ HIGH = -1
 
 class OnStream(Collectives):
     """Collectives on a stream of their own. ``wait`` orders streams and never blocks the host, so CUDA graphs can
-    capture it.
+    capture it. A sum that nothing hides takes the computing stream: so a dense model's graph is one chain of kernels,
+    as in other engines. Of two messages the first has been waited for when the second is blocking, so these keep their
+    order.
 
     A message and its sum are memory of the computing stream, and held until ``wait``. Later work of that stream comes
     after the sum, so the allocator may give the memory to it again. ``record_stream`` would prevent that as long as the
@@ -43,8 +45,17 @@ class OnStream(Collectives):
         """Write the sum of ``x`` into ``total``, on the current stream."""
         raise NotImplementedError
 
+    def output_for(self, x: Tensor) -> Tensor:
+        """Return the memory of the sum of ``x``."""
+        return x
+
     def all_reduce_async(self, x: Tensor) -> Handle:
-        return self.send(x, x)
+        return self.send(x, self.output_for(x))
+
+    def all_reduce_blocking(self, x: Tensor) -> Handle:
+        total = self.output_for(x)
+        self.reduce(x, total)
+        return Handle(lambda: total)
 
     def send(self, x: Tensor, total: Tensor) -> Handle:
         """Start to write the sum of ``x`` over the ranks into ``total``, and return the handle of the sum."""
@@ -114,14 +125,14 @@ class SymmetricMemory(Nccl):
     def by_one_kernel(self, x: Tensor) -> bool:
         return x.nbytes <= self.limit and x.nbytes % 16 == 0 and x.dtype in ONE_SHOT_DTYPES
 
-    def all_reduce_async(self, x: Tensor) -> Handle:
-        return self.send(x, torch.empty_like(x) if self.by_one_kernel(x) else x)
+    def output_for(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x) if self.by_one_kernel(x) else x
 
     def reduce(self, x: Tensor, total: Tensor) -> None:
         if not self.by_one_kernel(x):
             super().reduce(x, total)
             return
-        # one buffer is enough: it is used on one stream only, and each kernel ends with a barrier of all ranks
+        # one buffer is enough: no two sums run side by side, and each kernel ends with a barrier of all ranks
         message, operators = self.buffer[: x.nbytes].view(x.dtype).view(x.shape), torch.ops.symm_mem
         if self.multicast:
             message.copy_(x)  # the product before could write there (torch.mm(out=)), if it knew of the buffer

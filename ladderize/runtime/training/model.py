@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ladderize.errors import UserError
-from ladderize.families.registry import family_of
 from ladderize.layout import Layout
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.differentiable import Stream, whole
@@ -27,13 +26,6 @@ def check_trainable(config: Mapping[str, Any]) -> None:
     """Raise UserError for a config.json that transformers would train otherwise than the runtime does."""
     check_activation(config)
     rope_table(dict(config), 1, torch.device("cpu"))  # raises it for a rope that changes with the text's length
-    family = family_of(config)
-    decoder = family.describe(config)
-    if decoder.norms_sums or decoder.is_fused:
-        raise UserError(
-            f"training with --tp-size does not take {family.class_prefix} yet: it has norms behind its sums, or fused"
-            " projections; leave --tp-size out"
-        )
     if dropout := config.get("attention_dropout"):
         raise UserError(
             f"config.json: attention_dropout is {dropout!r}, which training with --tp-size does not have; set it to 0,"

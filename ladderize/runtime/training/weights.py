@@ -2,7 +2,8 @@
 the dtype that is computed in. ``pieces`` says where a checkpoint's tensors lie among them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ladderize.checkpoint.config import EMBEDDING, HEAD
+from ladderize.families.base import FUSED
 from ladderize.layout import APART, Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.layers import Linear, RMSNorm, Sublayer, Weights
-from ladderize.runtime.loader import Read, load_weights, unpair_rope_rows
+from ladderize.runtime.loader import Read, load_weights, unpair_rope_rows, with_offset
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.linear import LaterLinear, WeightGradient
 
@@ -29,14 +31,14 @@ class Piece:
     slices: tuple[tuple[Tensor, slice], ...]  # the parameters that hold it, with its rows, side by side along ``dim``
     dim: int | None = None  # that the ranks share; None: every rank holds all of the tensor in one parameter
     copies: int = 1  # neighbouring ranks that hold the same
-    head_dim: int = 0  # of rows that are paired up for rope
+    unpair: Callable[[Tensor], Tensor] | None = None  # of rows that are paired up for rope: to the checkpoint's order
 
     def whole(self, of: Callable[[Tensor], Tensor], tensor: Ranks) -> Tensor:
         """Return the checkpoint's tensor, on every rank of ``tensor``. All of them call it. of: picks a tensor
         of a parameter: itself, its gradient, or a moment of the optimizer."""
         held = [of(parameter)[rows].detach() for parameter, rows in self.slices]
         local = held[0] if len(held) == 1 else torch.cat(held, self.dim or 0)
-        local = unpair_rope_rows(local, self.head_dim) if self.head_dim else local
+        local = local if self.unpair is None else self.unpair(local)
         if self.dim is None:
             return local
         if tensor.size > 1:
@@ -48,6 +50,27 @@ class Piece:
     @property
     def parameters(self) -> tuple[Tensor, ...]:
         return tuple(parameter for parameter, _ in self.slices)
+
+
+@dataclass(frozen=True)
+class FusedPiece:
+    """One rank's part of a fused projection: of several ones, whose rows follow each other in the checkpoint's tensor
+    and in the parameters."""
+
+    pieces: tuple[Piece, ...]
+    dim = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(piece.shape[0] for piece in self.pieces), *self.pieces[0].shape[1:]
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return self.pieces[0].parameters
+
+    def whole(self, of: Callable[[Tensor], Tensor], tensor: Ranks) -> Tensor:
+        """Return the checkpoint's tensor, as ``Piece.whole`` does."""
+        return torch.cat([piece.whole(of, tensor) for piece in self.pieces])
 
 
 class TrainedLinear(nn.Module):
@@ -62,8 +85,10 @@ class TrainedSublayer(nn.Module):
     def __init__(self, weights: Sublayer) -> None:
         super().__init__()
         self.layer, self.shape = weights.layer, weights.shape
-        assert weights.norm is not None  # families without it are not trained here
-        self.norm, self.bias = _parameter(weights.norm.weight), _parameter(weights.bias)
+        self.norm, self.norm_behind = (
+            _parameter(None if norm is None else norm.weight) for norm in (weights.norm, weights.norm_behind)
+        )
+        self.bias = _parameter(weights.bias)
         self.column_parallel = nn.ModuleList(map(TrainedLinear, weights.column_parallel))
         self.row_parallel = nn.ModuleList(map(TrainedLinear, weights.row_parallel))
         self.q_norm, self.k_norm = _parameter(weights.q_norm), _parameter(weights.k_norm)
@@ -94,26 +119,34 @@ class TrainedWeights(nn.Module):
     def layers(self) -> Iterator[tuple[Any, Any]]:
         return zip(self.sublayers[::2], self.sublayers[1::2], strict=True)
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, Piece | FusedPiece]:
         return {name: piece for name, piece in self.all_pieces() if piece.parameters[0].requires_grad}
 
-    def all_pieces(self) -> Iterator[tuple[str, Piece]]:
-        shape = self.shape
+    def all_pieces(self) -> Iterator[tuple[str, Piece | FusedPiece]]:
+        shape, norms = self.shape, self.shape.decoder.norms
+        unpair = partial(unpair_rope_rows, shape=shape)
         vocabulary = (shape.vocab, shape.hidden)
         yield EMBEDDING, Piece(vocabulary, ((self.embed, ALL),), 0)
         for index, (attention, mlp) in enumerate(self.layers()):
             prefix = f"model.layers.{index}."
-            for name, parameter, head_dim in (
-                ("input_layernorm.weight", attention.norm, 0),
-                ("post_attention_layernorm.weight", mlp.norm, 0),
-                ("self_attn.o_proj.bias", attention.bias, 0),
-                ("self_attn.q_norm.weight", attention.q_norm, shape.head_dim),
-                ("self_attn.k_norm.weight", attention.k_norm, shape.head_dim),
-                ("mlp.down_proj.bias", mlp.bias, 0),
+            for name, parameter, order in (
+                (f"{norms.before_attention}.weight", attention.norm, None),
+                (f"{norms.behind_attention}.weight", attention.norm_behind, None),
+                (f"{norms.before_mlp}.weight", mlp.norm, None),
+                (f"{norms.behind_mlp}.weight", mlp.norm_behind, None),
+                ("self_attn.o_proj.bias", attention.bias, None),
+                ("self_attn.q_norm.weight", attention.q_norm, unpair),
+                ("self_attn.k_norm.weight", attention.k_norm, unpair),
+                ("mlp.down_proj.bias", mlp.bias, None),
             ):
                 if parameter is not None:
-                    yield prefix + name, Piece(tuple(parameter.shape), ((parameter, ALL),), head_dim=head_dim)
-            yield from self._column_pieces(prefix, attention, mlp)
+                    yield prefix + name, Piece(tuple(parameter.shape), ((parameter, ALL),), unpair=order)
+            columns = dict(self._column_pieces(attention, mlp, unpair))
+            for fused in shape.decoder.fused:
+                fused_pieces = tuple(columns.pop(f"{name}.weight") for name in FUSED[fused])
+                yield f"{prefix}{fused}.weight", FusedPiece(fused_pieces)
+            for name, piece in columns.items():
+                yield prefix + name, piece
             for name, linears, size in (
                 ("self_attn.o_proj", attention.row_parallel, shape.heads * shape.head_dim),
                 ("mlp.down_proj", mlp.row_parallel, shape.inner),
@@ -124,31 +157,33 @@ class TrainedWeights(nn.Module):
         if not shape.tied:
             yield HEAD, Piece(vocabulary, ((self.head, ALL),), 0)
 
-    def _column_pieces(self, prefix: str, attention: Any, mlp: Any) -> Iterator[tuple[str, Piece]]:
-        """Yield the pieces of projections whose output rows the ranks share."""
+    def _column_pieces(
+        self, attention: Any, mlp: Any, unpair: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[str, Piece]]:
+        """Yield the pieces of projections whose output rows the ranks share, by their names in a layer."""
         shape, rank, width = self.shape, attention.shape, mlp.shape.own_inner
         qkv, gate_up = attention.column_parallel, mlp.column_parallel
         query, kv = rank.own_heads * shape.head_dim, rank.own_kv_heads * shape.head_dim
         heads, kv_heads, copies = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_copies
         distinct = qkv[:: min(len(qkv), rank.kv_copies)]  # of the KV heads on this process
-        for name, linears, rows, size, held_by, head_dim in (
-            ("self_attn.q_proj", qkv, slice(0, query), heads, 1, shape.head_dim),
-            ("self_attn.k_proj", distinct, slice(query, query + kv), kv_heads, copies, shape.head_dim),
-            ("self_attn.v_proj", distinct, slice(query + kv, query + 2 * kv), kv_heads, copies, 0),
-            ("mlp.gate_proj", gate_up, slice(0, width), shape.inner, 1, 0),
-            ("mlp.up_proj", gate_up, slice(width, 2 * width), shape.inner, 1, 0),
+        for name, linears, rows, size, held_by, order in (
+            ("self_attn.q_proj", qkv, slice(0, query), heads, 1, unpair),
+            ("self_attn.k_proj", distinct, slice(query, query + kv), kv_heads, copies, unpair),
+            ("self_attn.v_proj", distinct, slice(query + kv, query + 2 * kv), kv_heads, copies, None),
+            ("mlp.gate_proj", gate_up, slice(0, width), shape.inner, 1, None),
+            ("mlp.up_proj", gate_up, slice(width, 2 * width), shape.inner, 1, None),
         ):
             weights = tuple((linear.weight, rows) for linear in linears)
-            yield f"{prefix}{name}.weight", Piece((size, shape.hidden), weights, 0, held_by, head_dim)
+            yield f"{name}.weight", Piece((size, shape.hidden), weights, 0, held_by, order)
             if linears[0].bias is not None:
                 biases = tuple((linear.bias, rows) for linear in linears)
-                yield f"{prefix}{name}.bias", Piece((size,), biases, 0, held_by, head_dim)
+                yield f"{name}.bias", Piece((size,), biases, 0, held_by, order)
 
     # ---- gradients that the ranks know parts of ----
 
     def partial_parameters(self) -> list[Tensor]:
         """Return the parameters of which every rank knows a part of the gradient: they lie between a sum over the ranks
-        and the products that are split among them."""
+        and the products that are split among them. The norms behind a sum do not."""
         partial: list[Tensor | None] = [self.norm]
         sublayers: Any = self.sublayers
         for sublayer, mode in zip(sublayers, self.layout.modes, strict=True):
@@ -216,7 +251,7 @@ class UsedWeights:
         return F.embedding(ids, self.weights.embed, padding_idx=self.weights.own_pad).to(self.weights.compute)
 
     @property
-    def norm(self) -> RMSNorm:
+    def norm(self) -> RMSNorm | None:
         return self._norm(self.weights.norm)
 
     def take_head(self) -> LaterLinear:
@@ -225,8 +260,10 @@ class UsedWeights:
     def take_sublayer(self, number: int) -> Sublayer:
         weights: Any = self.weights.sublayers[number]
         first, last = (self._linears(linears) for linears in (weights.column_parallel, weights.row_parallel))
-        norm, bias = self._norm(weights.norm), self._small(weights.bias)
-        return Sublayer(weights.layer, weights.shape, norm, first, last, bias, weights.q_norm, weights.k_norm)
+        norm, norm_behind = self._norm(weights.norm), self._norm(weights.norm_behind)
+        head_norms = self._scale(weights.q_norm), self._scale(weights.k_norm)
+        bias = self._small(weights.bias)
+        return Sublayer(weights.layer, weights.shape, norm, first, last, bias, *head_norms, norm_behind)
 
     def _linears(self, linears: Any) -> list[Linear]:
         return [self._later(linear.weight, self._small(linear.bias)) for linear in linears]
@@ -238,8 +275,12 @@ class UsedWeights:
             self._gradients[key] = WeightGradient()
         return LaterLinear(parameter, self._values[key], bias, self._gradients[key])
 
-    def _norm(self, weight: Tensor) -> RMSNorm:
-        return RMSNorm(weight.float(), self.weights.shape.eps)
+    def _norm(self, weight: Tensor | None) -> RMSNorm | None:
+        scale = self._scale(weight)
+        return None if scale is None else RMSNorm(scale, self.weights.shape.eps)
+
+    def _scale(self, weight: Tensor | None) -> Tensor | None:
+        return None if weight is None else with_offset(weight.float(), self.weights.shape)
 
     def _small(self, bias: Tensor | None) -> Tensor | None:
         return None if bias is None else bias.to(self.weights.compute)
@@ -261,8 +302,9 @@ def build_weights(
     shared: weights whose frozen parameters are used again where they are equal (a teacher and its student).
     """
     wide, narrow = source(torch.float32), source(compute)
+    stored = replace(shape, decoder=replace(shape.decoder, norm_offset=0.0))  # added where a norm is used
     loaded = load_weights(
-        lambda tensor: (wide if tensor.name in trained else narrow)(tensor), shape, layout, pack=False
+        lambda tensor: (wide if tensor.name in trained else narrow)(tensor), stored, layout, pack=False
     )
     weights = TrainedWeights(loaded, shape, layout, compute, config.get("pad_token_id"))
     for name, piece in weights.all_pieces():
