@@ -128,6 +128,7 @@ TOUCHED = {
     " additional_config",
     "vllm.config:ModelConfig": "hf_config dtype quantization enforce_eager disable_sliding_window runner architecture"
     " get_hidden_size get_vocab_size max_model_len",
+    "vllm.config.model": "_check_valid_dtype",
     "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size decode_context_parallel_size"
     " prefill_context_parallel_size use_ubatching",
     "vllm.config:LoRAConfig": "fully_sharded_loras",
@@ -149,7 +150,9 @@ TOUCHED = {
     "vllm.forward_context": "get_forward_context",
     "vllm.forward_context:ForwardContext": "no_compile_layers",
     "vllm.logger": "init_logger",
+    "vllm.model_executor.layers.activation:GeluAndMul": "approximate",
     "vllm.model_executor.layers.layernorm:RMSNorm": "weight forward",
+    "vllm.model_executor.layers.layernorm:GemmaRMSNorm": "weight forward",
     "vllm.model_executor.layers.linear:UnquantizedLinearMethod": "process_weights_after_loading",
     "vllm.model_executor.layers.linear:RowParallelLinear": "reduce_results skip_bias_add quant_method",
     "vllm.model_executor.layers.linear:MergedColumnParallelLinear": "quant_method",
@@ -160,10 +163,10 @@ TOUCHED = {
     "vllm.model_executor.models.llama:LlamaAttention": "qkv_proj o_proj attn q_size kv_size head_dim scaling"
     " bias_o_proj",
     "vllm.model_executor.models.llama:LlamaDecoderLayer": "self_attn mlp input_layernorm post_attention_layernorm"
-    " attn_layer_type",
+    " config attn_layer_type",
     "vllm.model_executor.models.llama:LlamaMLP": "gate_up_proj down_proj act_fn",
     "vllm.model_executor.models.llama:LlamaModel": "embed_input_ids aux_hidden_state_layers _maybe_add_hidden_state",
-    "vllm.model_executor.models.llama:LlamaForCausalLM": "_init_model logits_processor",
+    "vllm.model_executor.models.llama:LlamaForCausalLM": "_init_model logits_processor packed_modules_mapping",
     "vllm.model_executor.models.utils": "extract_layer_index",
     "vllm.platforms": "current_platform",
     "vllm.platforms.interface:Platform": "is_cuda_alike",

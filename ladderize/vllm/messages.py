@@ -38,6 +38,7 @@ class Pending(NamedTuple):
 
     partial: Tensor
     total: Tensor  # the place of its sum: the partial itself where that is summed in place; on CPUs it is elsewhere
+    norm: Any = None  # the one behind the sum
     arrived: bool = False  # ``total`` holds the sum
 
 
@@ -63,10 +64,10 @@ class Messages:
             vllm_config.additional_config["ladderize_messages"] = self.collectives.name
         vllm_config.compilation_config.static_forward_context[name] = self
 
-    def prepare(self, partial: Tensor) -> Pending:
+    def prepare(self, partial: Tensor, norm: Any = None) -> Pending:
         """Return the message of ``partial`` [tokens, hidden], which nobody may change until it has arrived. Call this
         before a wait and a start: with nothing between them they are one cut in vLLM's graph."""
-        return Pending(partial, torch.empty_like(partial) if self.out_of_place else partial)
+        return Pending(partial, torch.empty_like(partial) if self.out_of_place else partial, norm)
 
     def start(self, message: Pending, reads: Tensor) -> None:
         """Start to sum a message, which the caller keeps; a sub-module that reads ``reads`` hides it."""
