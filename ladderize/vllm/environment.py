@@ -139,8 +139,11 @@ TOUCHED = {
     "vllm.distributed": "get_tp_group",
     "vllm.distributed:GroupCoordinator": "all_reduce device device_communicator cpu_group",
     "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": "make_group_name",
-    "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator": "all_reduce ca_comm symm_mem_comm"
-    " pynccl_comm",
+    "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator": "all_reduce fi_ar_comm ca_comm"
+    " symm_mem_comm pynccl_comm",
+    "vllm.distributed.device_communicators.flashinfer_all_reduce": "get_fi_ar_workspace PDL_ADVANCE_LAUNCH_TOKENS",
+    "vllm.distributed.device_communicators.flashinfer_all_reduce:FlashInferAllReduce": "all_reduce world_size rank"
+    " group max_num_tokens",
     "vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce": "all_reduce custom_all_reduce",
     "vllm.engine.arg_utils:EngineArgs": "model tensor_parallel_size dtype load_format skip_tokenizer_init seed"
     " max_model_len max_num_seqs max_num_batched_tokens enable_prefix_caching disable_log_stats kv_cache_memory_bytes"
