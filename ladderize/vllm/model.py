@@ -94,7 +94,8 @@ class FamilyAttention(LlamaAttention):
         self.decoder, self.heads_only, self.rotates = decoder, heads_only, decoder.rope[extract_layer_index(prefix)]
         super().__init__(bias=decoder.qkv_bias, bias_o_proj=decoder.o_bias, prefix=prefix, **arguments)
         if decoder.head_norms:
-            self.q_norm, self.k_norm = (make_norm(decoder, self.head_dim, arguments["config"]) for _ in "qk")
+            self.q_norm = make_norm(decoder, self.head_dim, arguments["config"])
+            self.k_norm = make_norm(decoder, self.head_dim, arguments["config"])
 
     @property
     def scaling(self) -> float:
@@ -134,7 +135,7 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
         super().__init__(vllm_config, prefix, config, attn_layer_type=attention_class)
         if decoder.activation == GELU:
             self.mlp.act_fn = GeluAndMul(approximate="tanh")
-        for name in filter(None, LLAMAS_NORMS):
+        for name in filter(None, LLAMAS_NORMS):  # those of the family take their place
             delattr(self, name)
         for name in filter(None, decoder.norms):
             setattr(self, name, make_norm(decoder, config.hidden_size, config))
