@@ -177,9 +177,9 @@ class MarkedLlama(TPLlama):
     def mark(self, label: str, kind: str = INPUT) -> None:
         self.products.at(label + self.part, kind)
 
-    def walk(self, *arguments: Any) -> Generator[None, None, Tensor]:
+    def walk(self, *arguments: Any, alone: bool) -> Generator[None, None, Tensor]:
         own = next(self.names)
-        inner = super().walk(*arguments)
+        inner = super().walk(*arguments, alone=alone)
         while True:
             self.part = own
             try:

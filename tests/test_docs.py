@@ -33,8 +33,8 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 # of `vllm serve`; tests/vllm/test_serving_page.py asks vLLM
 OF_VLLM = {
     "--decode-context-parallel-size", "--enable-dbo", "--fully-sharded-loras", "--hf-overrides", "--max-loras",
-    "--pipeline-parallel-size", "--quantization", "--runner", "--served-model-name", "--tensor-parallel-size",
-    "--trust-remote-code", "--ubatch-size",
+    "--max-model-len", "--pipeline-parallel-size", "--quantization", "--runner", "--served-model-name",
+    "--tensor-parallel-size", "--trust-remote-code", "--ubatch-size",
 }  # fmt: skip
 SHELL = ("", "sh", "bash", "console")
 

@@ -132,7 +132,7 @@ def check_activation(config: Mapping[str, Any]) -> None:
     """Raise UserError for an MLP that the runtime does not compute."""
     activation = known_family(config).describe(config).activation
     if activation not in ACTIVATIONS:
-        raise UserError(f"config.json: the activation is {activation!r}; the runtime knows {', '.join(ACTIVATIONS)}")
+        raise UserError(f"config.json: the activation is {activation!r}; ladderize knows {', '.join(ACTIVATIONS)}")
 
 
 def check_runnable(

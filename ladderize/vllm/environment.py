@@ -128,6 +128,7 @@ TOUCHED = {
     " additional_config",
     "vllm.config:ModelConfig": "hf_config dtype quantization enforce_eager disable_sliding_window runner architecture"
     " get_hidden_size get_vocab_size max_model_len",
+    "vllm.config.model": "_check_valid_dtype",
     "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size decode_context_parallel_size"
     " prefill_context_parallel_size use_ubatching",
     "vllm.config:LoRAConfig": "fully_sharded_loras",
@@ -138,8 +139,11 @@ TOUCHED = {
     "vllm.distributed": "get_tp_group",
     "vllm.distributed:GroupCoordinator": "all_reduce device device_communicator cpu_group",
     "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": "make_group_name",
-    "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator": "all_reduce ca_comm symm_mem_comm"
-    " pynccl_comm",
+    "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator": "all_reduce fi_ar_comm ca_comm"
+    " symm_mem_comm pynccl_comm",
+    "vllm.distributed.device_communicators.flashinfer_all_reduce": "get_fi_ar_workspace PDL_ADVANCE_LAUNCH_TOKENS",
+    "vllm.distributed.device_communicators.flashinfer_all_reduce:FlashInferAllReduce": "all_reduce world_size rank"
+    " group max_num_tokens",
     "vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce": "all_reduce custom_all_reduce",
     "vllm.engine.arg_utils:EngineArgs": "model tensor_parallel_size dtype load_format skip_tokenizer_init seed"
     " max_model_len max_num_seqs max_num_batched_tokens enable_prefix_caching disable_log_stats kv_cache_memory_bytes"
@@ -149,21 +153,24 @@ TOUCHED = {
     "vllm.forward_context": "get_forward_context",
     "vllm.forward_context:ForwardContext": "no_compile_layers",
     "vllm.logger": "init_logger",
+    "vllm.model_executor.layers.activation:GeluAndMul": "approximate",
     "vllm.model_executor.layers.layernorm:RMSNorm": "weight forward",
+    "vllm.model_executor.layers.layernorm:GemmaRMSNorm": "weight forward",
     "vllm.model_executor.layers.linear:UnquantizedLinearMethod": "process_weights_after_loading",
     "vllm.model_executor.layers.linear:RowParallelLinear": "reduce_results skip_bias_add quant_method",
     "vllm.model_executor.layers.linear:MergedColumnParallelLinear": "quant_method",
     "vllm.model_executor.layers.linear:QKVParallelLinear": "quant_method",
     "vllm.model_executor.layers.logits_processor:LogitsProcessor": "scale",
+    "vllm.model_executor.layers.rotary_embedding": "get_rope",
     "vllm.model_executor.models.config": "MODELS_CONFIG_MAP",
     "vllm.model_executor.models.config:VerifyAndUpdateConfig": "verify_and_update_config",
     "vllm.model_executor.models.llama:LlamaAttention": "qkv_proj o_proj attn q_size kv_size head_dim scaling"
-    " bias_o_proj",
+    " bias_o_proj max_position_embeddings _init_rotary_emb",
     "vllm.model_executor.models.llama:LlamaDecoderLayer": "self_attn mlp input_layernorm post_attention_layernorm"
-    " attn_layer_type",
+    " config attn_layer_type",
     "vllm.model_executor.models.llama:LlamaMLP": "gate_up_proj down_proj act_fn",
     "vllm.model_executor.models.llama:LlamaModel": "embed_input_ids aux_hidden_state_layers _maybe_add_hidden_state",
-    "vllm.model_executor.models.llama:LlamaForCausalLM": "_init_model logits_processor",
+    "vllm.model_executor.models.llama:LlamaForCausalLM": "_init_model logits_processor packed_modules_mapping",
     "vllm.model_executor.models.utils": "extract_layer_index",
     "vllm.platforms": "current_platform",
     "vllm.platforms.interface:Platform": "is_cuda_alike",

@@ -9,16 +9,16 @@ flight has memory of its own, and ``wait`` returns a tensor of its own. On GPUs 
 and each piece may be a CUDA graph, which reads from the address that it was captured with: there a piece allocates the
 place of the sum, as vLLM's do for attention's output."""
 
-import copy
 import functools
+import weakref
 from collections import deque
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import GroupCoordinator, get_tp_group
+from vllm.distributed.device_communicators import flashinfer_all_reduce
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 
@@ -38,6 +38,7 @@ class Pending(NamedTuple):
 
     partial: Tensor
     total: Tensor  # the place of its sum: the partial itself where that is summed in place; on CPUs it is elsewhere
+    norm: Any = None  # the one behind the sum
     arrived: bool = False  # ``total`` holds the sum
 
 
@@ -63,10 +64,10 @@ class Messages:
             vllm_config.additional_config["ladderize_messages"] = self.collectives.name
         vllm_config.compilation_config.static_forward_context[name] = self
 
-    def prepare(self, partial: Tensor) -> Pending:
+    def prepare(self, partial: Tensor, norm: Any = None) -> Pending:
         """Return the message of ``partial`` [tokens, hidden], which nobody may change until it has arrived. Call this
         before a wait and a start: with nothing between them they are one cut in vLLM's graph."""
-        return Pending(partial, torch.empty_like(partial) if self.out_of_place else partial)
+        return Pending(partial, torch.empty_like(partial) if self.out_of_place else partial, norm)
 
     def start(self, message: Pending, reads: Tensor) -> None:
         """Start to sum a message, which the caller keeps; a sub-module that reads ``reads`` hides it."""
@@ -167,46 +168,89 @@ def _collectives(backend: MessageBackend, vllm_config: VllmConfig) -> tuple[Coll
 
 
 # vLLM's communicators that can write a sum where they are told to, and the argument that tells them
-TAKES_OUTPUT = {"ca_comm": "out", "symm_mem_comm": "out", "pynccl_comm": "out_tensor"}
+TAKES_OUTPUT = {"fi_ar_comm": "output", "ca_comm": "out", "symm_mem_comm": "out", "pynccl_comm": "out_tensor"}
 
 
 class VllmOnStream(OnStream):
-    """Collectives by vLLM's all-reduce on a stream of its own: a custom kernel, symmetric memory or NCCL, by the size.
-    vLLM chooses. Those of ``TAKES_OUTPUT`` write the sum where it belongs; of the others it is copied."""
+    """Collectives by vLLM's all-reduce on a stream of its own: FlashInfer's, a custom kernel, symmetric memory or NCCL,
+    by the size. vLLM chooses. Those of ``TAKES_OUTPUT`` write the sum where it belongs; of the others it is copied."""
 
     name = "vllm"
 
     def __init__(self, group: GroupCoordinator, device: torch.device) -> None:
         super().__init__(group.world_size, device)
-        self.group = group
+        self.communicator = GroupCommunicator(group)
 
     def all_reduce_async(self, x: Tensor, total: Tensor | None = None) -> Handle:
         return self.send(x, x if total is None else total)
 
     def reduce(self, x: Tensor, total: Tensor) -> None:
-        # made for each message: nothing of it outlives the group's own communicators
-        communicator = copy.copy(self.group.device_communicator)
-        for name, argument in TAKES_OUTPUT.items():
-            inner = getattr(communicator, name)
-            if inner is not None:
-                setattr(communicator, name, OutputCommunicator(inner, {argument: total}))
-        summed = communicator.all_reduce(x)
+        summed = self.communicator.all_reduce(x, total)
         if summed is not total:
             total.copy_(summed)
 
 
-class OutputCommunicator:
-    """One of vLLM's communicators, whose all-reduce is given ``output``: the tensor to write into, by its argument."""
+class GroupCommunicator:
+    """vLLM's communicator of a group, whose all-reduce writes where it is told. It keeps none of the group's
+    communicators, which vLLM ends with the group."""
 
-    def __init__(self, inner: Any, output: Mapping[str, Tensor]) -> None:
-        self.own, self.output = inner, output
+    def __init__(self, group: GroupCoordinator) -> None:
+        self.group = group
+        self.total: Tensor | None = None  # the place of the sum that is under way
+        self.fi_pcie_ipc_ar_comm = None  # FlashInfer's over PCIe works on one stream only: the computing one
+        for name, argument in TAKES_OUTPUT.items():
+            inner = getattr(group.device_communicator, name)
+            kind = FlashInferOutput if name == "fi_ar_comm" else OutputCommunicator
+            setattr(self, name, inner and kind(weakref.proxy(inner), argument, self))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
+        return getattr(self.group.device_communicator, name)
+
+    def all_reduce(self, x: Tensor, total: Tensor) -> Tensor:
+        """Return the sum as vLLM's communicator does, which asks for its own of what it is given."""
+        self.total = total
+        try:
+            summed: Tensor = type(self.group.device_communicator).all_reduce(self, x)
+        finally:
+            self.total = None
+        return summed
+
+
+class OutputCommunicator:
+    """One of vLLM's communicators, whose all-reduce writes into ``whole.total``: it is given so by ``argument``."""
+
+    def __init__(self, inner: Any, argument: str, whole: GroupCommunicator) -> None:
+        self.inner, self.argument, self.whole = inner, argument, whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def all_reduce(self, x: Tensor, **named: Any) -> Any:
-        return self.own.all_reduce(x, **self.output, **named)
+        return self.inner.all_reduce(x, **{self.argument: self.whole.total}, **named)
 
     def custom_all_reduce(self, x: Tensor) -> Any:
         """Return the sum as ``CustomAllreduce`` does, which calls ``all_reduce`` of what it is given."""
-        return type(self.own).custom_all_reduce(self, x)
+        return self.inner.__class__.custom_all_reduce(self, x)
+
+
+class FlashInferOutput(OutputCommunicator):
+    """FlashInfer's all-reduce takes an output; vLLM's call of it, which is repeated here, gives it none."""
+
+    def all_reduce(self, x: Tensor, **named: Any) -> Any:
+        flashinfer: Any = flashinfer_all_reduce
+        workspace = flashinfer.get_fi_ar_workspace(
+            world_size=self.world_size,
+            rank=self.rank,
+            max_token_num=self.max_num_tokens,
+            hidden_dim=x.shape[1],
+            dtype=x.dtype,
+            group=self.group,
+        )
+        return flashinfer.flashinfer_comm.allreduce_fusion(
+            input=x,
+            workspace=workspace,
+            pattern=flashinfer.flashinfer_comm.AllReduceFusionPattern.kAllReduce,
+            launch_with_pdl=True,
+            trigger_completion_at_end=len(x) > flashinfer.PDL_ADVANCE_LAUNCH_TOKENS,
+            output=self.whole.total,
+        )

@@ -6,6 +6,7 @@ vLLM adds the last sub-module's output to the residual stream inside the next no
 rank, or each of its virtual ranks, reads beside the stream; all but the stream may be None.
 """
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.activation import GeluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.sequence import IntermediateTensors
 
-from ladderize.families.base import Decoder
+from ladderize.families.base import GELU, LLAMAS_NORMS, SILU, Decoder
 from ladderize.layout import APART, BLOCKING, DROPPED, HIDING, Layout
 from ladderize.runtime.shards import virtual_ranks
 from ladderize.vllm.messages import Messages, Pending
@@ -60,6 +63,27 @@ def beside_each_other(outputs: Tensor) -> Tensor:
     return outputs.transpose(0, 1).flatten(1)
 
 
+# what families have beside a Llama
+
+
+def make_norm(decoder: Decoder, size: int, config: Any) -> Any:
+    kind = GemmaRMSNorm if decoder.norm_offset else RMSNorm  # the offset of Gemma's is 1
+    return kind(size, eps=config.rms_norm_eps)
+
+
+def behind(norm: Any, total: Tensor) -> Tensor:
+    """Return what a sum adds to the stream: normed, where a norm comes behind it."""
+    return total if norm is None else norm(total)
+
+
+def config_of_layer(config: Any, rope: str | None) -> Any:
+    """Return the config of which vLLM makes a Llama's layer: with one rotation, and an activation that it has."""
+    config = copy.copy(config)
+    config.rope_parameters = config.rope_parameters.get(rope, config.rope_parameters)
+    config.hidden_act = SILU
+    return config
+
+
 class FamilyAttention(LlamaAttention):
     """vLLM's attention with the additions of ``decoder``: norms of heads, layers without rope, a scale of scores. The
     input may be apart for each virtual rank, [count, tokens, hidden]. heads_only: leave out o_proj; the layer
@@ -71,8 +95,16 @@ class FamilyAttention(LlamaAttention):
         self.decoder, self.heads_only, self.rotates = decoder, heads_only, decoder.rope[extract_layer_index(prefix)]
         super().__init__(bias=decoder.qkv_bias, bias_o_proj=decoder.o_bias, prefix=prefix, **arguments)
         if decoder.head_norms:
-            eps = arguments["config"].rms_norm_eps
-            self.q_norm, self.k_norm = RMSNorm(self.head_dim, eps=eps), RMSNorm(self.head_dim, eps=eps)
+            self.q_norm = make_norm(decoder, self.head_dim, arguments["config"])
+            self.k_norm = make_norm(decoder, self.head_dim, arguments["config"])
+
+    def _init_rotary_emb(self, config: Any, quant_config: Any) -> None:
+        self.rotary_emb = get_rope(
+            self.head_dim,
+            max_position=self.max_position_embeddings,
+            rope_parameters=config.rope_parameters,
+            is_neox_style=not self.decoder.interleaved,
+        )
 
     @property
     def scaling(self) -> float:
@@ -108,15 +140,22 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
         attention, mlp = layout.attention_sync[layer], layout.mlp_sync[layer]
         virtual = virtual_ranks(layout, layer, vllm_config.parallel_config.tensor_parallel_size)
         attention_class: Any = functools.partial(FamilyAttention, decoder, virtual.o > 1)
-        super().__init__(vllm_config, prefix, attn_layer_type=attention_class)
-        self.messages, self.scale = messages, decoder.residual_scale
+        config = config_of_layer(vllm_config.model_config.hf_config, decoder.rope[layer])
+        super().__init__(vllm_config, prefix, config, attn_layer_type=attention_class)
+        if decoder.activation == GELU:
+            self.mlp.act_fn = GeluAndMul(approximate="tanh")
+        for name in filter(None, LLAMAS_NORMS):  # those of the family take their place
+            delattr(self, name)
+        for name in filter(None, decoder.norms):
+            setattr(self, name, make_norm(decoder, config.hidden_size, config))
+        self.messages, self.scale, self.norms = messages, decoder.residual_scale, decoder.norms
         self.attention_sync, self.mlp_sync, self.virtual = attention, mlp, virtual
         # vLLM's projection sums by itself only where nothing must come before the sum: a message in flight is waited
         # for first, and a dropped partial is added to the MLP's.
         free = attention == BLOCKING and not messages.emulated
         self.attention_sums = free and layout.entering(layer) == BLOCKING
         self.mlp_sums = free and mlp == BLOCKING
-        self.stock = self.attention_sums and self.mlp_sums and self.scale == 1
+        self.stock = self.attention_sums and self.mlp_sums and self.scale == 1 and not decoder.norms_sums
         own_attention, own_mlp = self.self_attn, self.mlp
         own_attention.o_proj.reduce_results = self.attention_sums
         own_mlp.down_proj.reduce_results = self.mlp_sums
@@ -142,17 +181,21 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
             first = (residual, None) if delta is None else (delta, residual)
             return *super().forward(positions, *first), None, None
         o_proj, down_proj, several = self.self_attn.o_proj, self.mlp.down_proj, self.virtual
-        x, residual = read(self.input_layernorm, delta, residual, ahead)
+        norms: list[Any] = [name and getattr(self, name) for name in self.norms]
+        before_attention, behind_attention, before_mlp, behind_mlp = norms
+        x, residual = read(before_attention, delta, residual, ahead)
         made = self.self_attn(positions=positions, hidden_states=x)
         partial = self.scaled(made if several.o == 1 else row_parallel(several.o, o_proj, made))
         mode = self.attention_sync
-        delta, residual, pending, ahead = self.sync(mode, self.attention_sums, partial, residual, pending, o_proj)
-        x, residual = read(self.post_attention_layernorm, delta, residual, ahead)
+        delta, residual, pending, ahead = self.sync(
+            mode, self.attention_sums, partial, residual, pending, o_proj, behind_attention
+        )
+        x, residual = read(before_mlp, delta, residual, ahead)
         made = self.mlp(x) if max(several.gate_up, several.down) == 1 else self.sliced_mlp(x)
         partial = self.scaled(made)
         if mode == DROPPED and ahead is not None:  # attention's partial is summed with the MLP's
             partial = partial + (ahead if ahead.ndim == partial.ndim else ahead.sum(0))
-        return self.sync(self.mlp_sync, self.mlp_sums, partial, residual, pending, down_proj)
+        return self.sync(self.mlp_sync, self.mlp_sums, partial, residual, pending, down_proj, behind_mlp)
 
     def scaled(self, added: Tensor) -> Tensor:
         return added if self.scale == 1 else added * self.scale
@@ -172,31 +215,44 @@ class LadderizedDecoderLayer(LlamaDecoderLayer):
         return product
 
     def sync(
-        self, mode: str, summed: bool, partial: Tensor, residual: Tensor, pending: Pending | None, projection: Any
+        self,
+        mode: str,
+        summed: bool,
+        partial: Tensor,
+        residual: Tensor,
+        pending: Pending | None,
+        projection: Any,
+        norm: Any,
     ) -> tuple[Tensor | None, Tensor, Pending | None, Tensor | None]:
         """Run a sync point: wait for the message in flight, then sum ``partial`` (unless it is ``summed``), send it or
-        keep it. Return (delta, residual, pending, ahead)."""
+        keep it. norm: the one behind the sum, or None. Return (delta, residual, pending, ahead)."""
         bias = getattr(projection, "base_layer", projection).bias  # vLLM's LoRA wraps projections
         if mode in APART and bias is not None:
             residual = residual + self.scaled(bias)
         message = None
         if mode in HIDING:
-            message = self.messages.prepare(partial if partial.ndim == 2 else partial.sum(0))
+            message = self.messages.prepare(partial if partial.ndim == 2 else partial.sum(0), norm)
         total = None if pending is None else self.messages.wait(pending, partial)
-        if message is not None:
+        if message is not None:  # right behind the wait: one cut of vLLM's graph
             self.messages.start(message, residual)
+        if pending is not None and total is not None:
+            total = behind(pending.norm, total)
+        if message is not None:
             return total, residual, message, partial if mode in APART else None
         if mode == DROPPED:
             return total, residual, None, partial
-        delta = partial if summed else self.messages.all_reduce(partial)
+        delta = behind(norm, partial if summed else self.messages.all_reduce(partial))
         return delta if total is None else delta + total, residual, None, None
 
 
-def read(norm: RMSNorm, delta: Tensor | None, residual: Tensor, ahead: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return what a sub-module reads, the normed stream with ``ahead``, and the stream; both with ``delta`` added."""
-    if ahead is None:
+def read(norm: Any, delta: Tensor | None, residual: Tensor, ahead: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what a sub-module reads, the normed stream with ``ahead``, and the stream; both with ``delta`` added.
+    norm: None where a family has none before its sub-modules."""
+    if ahead is None and norm is not None:
         return (norm(residual), residual) if delta is None else norm(delta, residual)
     residual = residual if delta is None else residual + delta
+    if ahead is None:
+        return residual, residual
     streams = residual + ahead
     return norm(streams.flatten(0, -2)).view_as(streams), residual
 
@@ -208,7 +264,16 @@ class LadderizedModel(LlamaModel):
         decoder = decoder_of_model(vllm_config)
         layer = functools.partial(LadderizedDecoderLayer, layout, decoder, messages)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer)
-        self.messages, self.embedding_scale = messages, decoder.embedding_scale
+        self.norm = make_norm(decoder, self.config.hidden_size, self.config)
+        self.messages, self.embedding_scale, self.scales_rows = messages, decoder.embedding_scale, decoder.rounds_scale
+        if decoder.rounds_scale:
+            self.embedding_scale = torch.tensor(decoder.embedding_scale, dtype=vllm_config.model_config.dtype).item()
+
+    def embed_input_ids(self, input_ids: Tensor | None) -> Tensor:
+        """Return the rows of the embedding, times a factor that is rounded: embeddings that somebody hands in have it,
+        too."""
+        rows: Tensor = super().embed_input_ids(input_ids)
+        return rows * self.embedding_scale if self.scales_rows else rows
 
     def forward(
         self,
@@ -220,7 +285,8 @@ class LadderizedModel(LlamaModel):
         """Return the normed stream [tokens, hidden], with the streams that a drafter asked for. verify.py refuses
         pipelines, whose are ``intermediate_tensors``."""
         residual = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        residual = residual if self.embedding_scale == 1 else residual * self.embedding_scale
+        if self.embedding_scale != 1 and not self.scales_rows:
+            residual = residual * self.embedding_scale
         delta: Tensor | None = None
         pending: Pending | None = None
         ahead: Tensor | None = None
@@ -230,7 +296,7 @@ class LadderizedModel(LlamaModel):
             delta, residual, pending, ahead = layer(positions, delta, residual, pending, ahead)
             if index in self.aux_hidden_state_layers:  # the whole stream is read: what is in flight is waited for early
                 if pending is not None:
-                    total = self.messages.wait(pending, residual)
+                    total = behind(pending.norm, self.messages.wait(pending, residual))
                     pending = Pending(total, total, arrived=True)
                 terms = [term for term in (delta, pending and pending.total) if term is not None]
                 streams.append(sum(terms, residual))
@@ -243,9 +309,12 @@ class LadderizedForCausalLM(LlamaForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        scale = decoder_of_model(vllm_config).logits_scale
-        if scale != 1:
-            self.logits_processor = LogitsProcessor(self.config.vocab_size, scale=scale)
+        decoder = decoder_of_model(vllm_config)
+        if decoder.logits_scale != 1:
+            self.logits_processor = LogitsProcessor(self.config.vocab_size, scale=decoder.logits_scale)
+        # an adapter's matrices are those of whole projections, as on disk
+        fused = {name.rpartition(".")[2]: [name.rpartition(".")[2]] for name in decoder.fused}
+        self.packed_modules_mapping = LlamaForCausalLM.packed_modules_mapping | fused
 
     def _init_model(self, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] | None = None) -> Any:
         return LadderizedModel(vllm_config=vllm_config, prefix=prefix)

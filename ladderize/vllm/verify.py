@@ -2,15 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.config.model import _check_valid_dtype
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from ladderize.checkpoint.config import check_config
 from ladderize.errors import UserError
 from ladderize.families.base import Decoder
-from ladderize.families.registry import decoder_of, find_family, is_ladderized
+from ladderize.families.registry import decoder_of, family_of, find_family, is_ladderized
 from ladderize.layout import Layout
-from ladderize.runtime.shards import Shape, cached_heads, check_runnable, virtual_ranks
+from ladderize.runtime.shards import Shape, cached_heads, check_activation, check_runnable, virtual_ranks
 from ladderize.vllm.environment import BACKEND_VARIABLE, MessageBackend, architecture, is_newer, not_known
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class VerifyLadderized(VerifyAndUpdateConfig):
         from vllm.platforms import current_platform
 
         layout = layout_of(vllm_config)
+        # vLLM knows by model_type which families are unstable in float16
+        _check_valid_dtype(family_of(_config(vllm_config)).model_type, vllm_config.model_config.dtype)
         backend = MessageBackend.from_environment()
         # messages are in flight while something computes; on CPUs the graph stays whole
         sends = layout.hides or backend.link is not None
@@ -66,6 +69,7 @@ def layout_of(vllm_config: "VllmConfig") -> Layout:
     config = _config(vllm_config)
     try:
         check_config(config)
+        check_activation(config)
         layout = Layout.from_config(config)
         layout.check_model(config)
         check_runnable(config, layout, vllm_config.parallel_config.tensor_parallel_size, name="--tensor-parallel-size")
@@ -82,9 +86,10 @@ def decoder_of_model(vllm_config: "VllmConfig") -> Decoder:
 def _config(vllm_config: "VllmConfig") -> dict[str, Any]:
     """Return config.json as vLLM has read it, without the keys that vLLM itself reads."""
     model = vllm_config.model_config
-    # --disable-sliding-window takes the window out of the config, but not the list of layers that have it
-    left_out = {*QUANTISED, *(("layer_types",) if model.disable_sliding_window else ())}
-    return {key: value for key, value in model.hf_config.to_dict().items() if key not in left_out}
+    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in QUANTISED}
+    # --disable-sliding-window takes the window out of the config, and texts are no longer than it then. Layers with a
+    # window may rotate otherwise, so here they keep one
+    return config | {"sliding_window": model.max_model_len} if model.disable_sliding_window else config
 
 
 def cut_at_messages(compilation: "CompilationConfig") -> None:
@@ -110,12 +115,7 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBack
     shape = Shape.from_config(_config(vllm_config), tp_size=ranks, rank=0)
     # on GPUs the order of the program rests on the cuts in the graph, which only vLLM's own compilation makes
     modes = {CompilationMode.STOCK_TORCH_COMPILE, *([CompilationMode.DYNAMO_TRACE_ONCE] if cuda else [])}
-    decoder = shape.decoder
     of_any_layout = {
-        "in vLLM ladderize computes no norms behind sums, fused projections or heads that rotate in part; serve the"
-        " dense model, or run this one on ladderize's runtime or in transformers": (
-            decoder.norms_sums or bool(decoder.fused) or decoder.rotary_share < 1
-        ),
         "a ladderized model has no pipeline stages; use --pipeline-parallel-size 1 and more --tensor-parallel-size": (
             parallel.pipeline_parallel_size > 1
         ),

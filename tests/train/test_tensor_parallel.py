@@ -256,7 +256,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(place, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"hidden_act": "gelu"}, "the activation is 'gelu'; the runtime knows silu, swish, gelu_pytorch_tanh"),
+        ({"hidden_act": "gelu"}, "the activation is 'gelu'; ladderize knows silu, swish, gelu_pytorch_tanh"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, which training with --tp-size does not have"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type dynamic changes"),
     ],

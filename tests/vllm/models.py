@@ -34,6 +34,15 @@ class Case:
     family: str = "llama"
 
 
+FACTORS = [1 + pair / 8 for pair in range(8)]  # of the frequencies of 16 numbers of a head
+LONGROPE = {
+    "hidden_size": 256, "original_max_position_embeddings": 192,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+        "short_factor": FACTORS, "long_factor": [2 * factor for factor in FACTORS],
+    },
+}  # fmt: skip
+
 CASES = {
     "dense": Case(),
     "dense with norms of heads": Case(family="qwen3"),
@@ -48,6 +57,12 @@ CASES = {
     "delayed and spd": Case(delayed="1:", spd="0,3", sync_tp_size=4, family="ministral"),
     # a blocking sync point behind an overlapped one has no name
     "drawn": Case(sync_tp_size=2, drawn=True, config={"mlp_bias": True, "tie_word_embeddings": True}, family="cwm"),
+    "fused, delayed and spd": Case(delayed="1:", spd="0,3", sync_tp_size=2, config=LONGROPE, family="phi3"),
+    "ladder with two rotations": Case(ladder="1:", family="gemma3_text"),
+    "ladder with norms behind sums": Case(ladder="all", family="exaone4"),
+    "dense with norms behind sums": Case(family="gemma3_text"),
+    "neighbours rotate, delayed and spd": Case(delayed="1:", spd="0", sync_tp_size=2, family="glm"),
+    "neighbours rotate, ladder": Case(ladder="1,3", family="glm4"),
     "fewer KV heads than ranks": Case(
         ladder="2:", spd="0", sync_tp_size=2, config={"num_key_value_heads": 1}, family="smollm3"
     ),

@@ -42,10 +42,11 @@ def test_prompts_in_pieces_and_prefixes_from_the_cache(engines, tmp_path):
     assert [completion["cached"] for completion in after["completions"]] == [64, 64]
 
 
-def test_adapters(engines, tmp_path):
+@pytest.mark.parametrize("name", ["spd below ladder", "fused, delayed and spd"])
+def test_adapters(engines, tmp_path, name):
     """Two LoRA adapters and none, side by side in one batch, on all linear layers."""
     prompts = random_prompts(12, 30, 7)
-    model = make("spd below ladder", tmp_path / "model")
+    model = make(name, tmp_path / "model")
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
     adapted = get_peft_model(model, config, adapter_name="first")
     adapted.add_adapter("second", config)
@@ -73,6 +74,15 @@ def test_adapters(engines, tmp_path):
         check(adapted, prompts[:1], {"completions": result["completions"][:1]})
 
 
+def test_without_windows(engines, tmp_path):
+    """Layers that have a window rotate as they do with it, and texts are no longer than it."""
+    model = make("ladder with two rotations", tmp_path, sliding_window=64)
+    prompts = random_prompts(3, 40)
+    how = {"disable_sliding_window": True, "max_model_len": 64}
+    (result,) = engines(1).run(tmp_path, Generate(prompts), enforce_eager=True, **how)
+    check(model, prompts, result)
+
+
 def test_layouts_have_compiled_models_of_their_own(engines, tmp_path):
     """One after the other in one folder, as converted anew, with the same cache: models of one shape that differ in
     their layout must not be taken for each other."""
@@ -89,9 +99,10 @@ def test_layouts_have_compiled_models_of_their_own(engines, tmp_path):
     assert first < second
 
 
-def test_pieces_are_cuda_graphs(engines, tmp_path):
+@pytest.mark.parametrize("name", ["drawn", "ladder with two rotations"])
+def test_pieces_are_cuda_graphs(engines, tmp_path, name):
     """On GPUs the compiled model is cut, and each piece is a CUDA graph (tests/vllm/pieces.py)."""
-    model = make("drawn", tmp_path)
+    model = make(name, tmp_path)
     prompts = random_prompts(2, 9, 33)
     how = {"compilation_config": IN_PIECES}
     alone, together, counts = engines(2).run(tmp_path, Generate(prompts[:1]), Generate(prompts), Counts(), **how)
@@ -183,6 +194,8 @@ SHARDED = {"enable_lora": True, "fully_sharded_loras": True}
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
+        ("dense", {"hf_overrides": {"hidden_act": "gelu"}}, "the activation is 'gelu'; ladderize knows silu"),
+        ("ladder with two rotations", {"dtype": "float16"}, "'gemma3_text' does not support float16"),
         ("dense", {"pipeline_parallel_size": 2}, "a ladderized model has no pipeline stages"),
         ("ladder all", {"enable_dbo": True}, "--enable-dbo and --ubatch-size run batches side by side"),
         ("ladder all", {"runner": "pooling"}, "context parallelism and --runner pooling were not tested"),

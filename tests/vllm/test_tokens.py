@@ -11,7 +11,11 @@ from tests.vllm.models import SHAPE, check, make, random_prompts
 LENGTHS = (1, 2, 7, 31, 32, 33, 90)
 # each on the ranks where it shows most: one or two virtual ranks in a process, or four; test_features.py has the others
 EAGER = [(1, "dense with norms of heads"), (2, "dense"), (2, "ladder upper half"), (1, "spd 4"), (1, "drawn"),
-         (2, "fewer KV heads than ranks"), (2, "delayed 2"), (1, "delayed and spd")]  # fmt: skip
+         (2, "fewer KV heads than ranks"), (2, "delayed 2"), (1, "delayed and spd"),
+         (1, "fused, delayed and spd"), (2, "fused, delayed and spd"), (2, "dense with norms behind sums"),
+         (1, "ladder with two rotations"), (1, "ladder with norms behind sums"),
+         (2, "ladder with norms behind sums"), (1, "neighbours rotate, delayed and spd"),
+         (2, "neighbours rotate, ladder")]  # fmt: skip
 # what carries the messages does not matter; shared memory is the choice where all ranks share a host
 GLOO = {"LADDERIZE_VLLM_BACKEND": "gloo"}
 
@@ -36,7 +40,13 @@ def test_eager(engines, tmp_path, name, ranks):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name", "environment"), [(1, "spd and ladder", {}), (2, "drawn", GLOO), (2, "delayed and spd", {})]
+    ("ranks", "name", "environment"),
+    [
+        (1, "spd and ladder", {}),
+        (2, "drawn", GLOO),
+        (2, "delayed and spd", {}),
+        (2, "ladder with two rotations", {}),
+    ],
 )
 def test_compiled(engines, tmp_path, name, ranks, environment):
     model = make(name, tmp_path)
@@ -47,6 +57,14 @@ def test_compiled(engines, tmp_path, name, ranks, environment):
     check(model, prompts[3:4], alone)
     check(model, prompts, together)
     assert carrier == "gloo" or environment != GLOO
+
+
+def test_rounded_factor_of_the_embedding(engines, tmp_path):
+    """In bfloat16 what enters the first layer is transformers', to the last bit."""
+    model = make("ladder with two rotations", tmp_path).bfloat16()
+    (prompt,) = random_prompts(90)
+    (streams,) = engines(1).run(tmp_path, Streams(prompt, [0]), dtype="bfloat16", enforce_eager=True)
+    assert streams[0] == model.get_input_embeddings()(torch.tensor(prompt)).tolist()
 
 
 def test_bfloat16(engines, tmp_path):
