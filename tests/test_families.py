@@ -58,7 +58,7 @@ VARIANTS = {
     "phi3": [{"sliding_window": 5}, {"tie_word_embeddings": True}],
     "exaone4": [
         {"sliding_window": 5},
-        {"sliding_window": 5, "layer_types": [*KINDS, *KINDS]},
+        {"sliding_window": 5, "layer_types": [*KINDS, *KINDS], "sliding_window_pattern": "LGLG"},
         {"sliding_window": None, "layer_types": [KINDS[1]] * 4},
     ],
     "glm": [{}, {"attention_bias": False, "tie_word_embeddings": True}],

@@ -218,8 +218,7 @@ REFUSED_OF_GEMMA = ("attn_logit_softcapping", "final_logit_softcapping", "use_bi
 def read_gemma3(config: Mapping[str, Any]) -> Decoder:
     for key in filter(config.get, REFUSED_OF_GEMMA):
         raise UserError(f"config.json: {key} is {repr(config[key])[:60]}, which is not supported; Gemma 3 has none")
-    pattern = period(config, "sliding_window_pattern")
-    windows = layer_windows(config, window_of(config), lambda layer: (layer + 1) % pattern != 0)
+    windows = layer_windows(config, window_of(config), lambda layer: (layer + 1) % period(config) != 0)
     names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
     return Decoder(
         windows=windows,
@@ -234,11 +233,14 @@ def read_gemma3(config: Mapping[str, Any]) -> Decoder:
     )
 
 
-def period(config: Mapping[str, Any], key: str) -> int:
-    """Return every how many layers one has no window."""
-    value = config[key]
+def period(config: Mapping[str, Any]) -> int:
+    """Return every how many layers one has no window, where no ``layer_types`` say which."""
+    value = config["sliding_window_pattern"]
     if type(value) is not int or value < 1:
-        raise UserError(f"config.json: {key} is {repr(value)[:60]}, but must be a number of layers")
+        raise UserError(
+            f"config.json: sliding_window_pattern is {repr(value)[:60]}, but must be a number of layers where there are"
+            " no layer_types"
+        )
     return value
 
 
@@ -264,8 +266,7 @@ GEMMA3 = Family(
 
 def read_exaone4(config: Mapping[str, Any]) -> Decoder:
     window = window_of(config)
-    pattern = 1 if window is None else period(config, "sliding_window_pattern")
-    windows = layer_windows(config, window, lambda layer: (layer + 1) % pattern != 0)
+    windows = layer_windows(config, window, lambda layer: window is not None and (layer + 1) % period(config) != 0)
     return Decoder(
         windows=windows,
         rope=tuple(ROPE if window is None or of_layer is not None else None for of_layer in windows),
