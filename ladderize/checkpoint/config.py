@@ -51,18 +51,25 @@ def check_size(config: Mapping[str, Any], key: str, *, is_optional: bool = False
         raise UserError(f"config.json: {key} is {text}, but must be a positive integer of at most {most:,}")
 
 
-def check_rope(config: Mapping[str, Any]) -> None:
-    """Raise UserError unless the rotary embedding is of a known type; transformers names a number that it lacks."""
+def stated_ropes(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what the config says of its rotary embeddings, each with a ``rope_type``; raises UserError for what is no
+    object."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    of_kinds = [rope]
+    ropes = [rope]
     if isinstance(rope, dict) and rope.keys() & {FULL_ATTENTION, SLIDING_ATTENTION}:  # one for each kind of layers
-        of_kinds = list(rope.values())
-    for stated in of_kinds:
+        ropes = list(rope.values())
+    for stated in ropes:
         if not isinstance(stated, dict):
             raise UserError(
                 f"config.json: rope_parameters is {str(stated)[:60]!r}, but must be an object; repair the file"
             )
-        kind = stated.get("rope_type", stated.get("type", "default"))
+    return [{"rope_type": stated.get("type", "default"), **stated} for stated in ropes]
+
+
+def check_rope(config: Mapping[str, Any]) -> None:
+    """Raise UserError unless the rotary embedding is of a known type; transformers names a number that it lacks."""
+    for stated in stated_ropes(config):
+        kind = stated["rope_type"]
         if kind not in ROPE_TYPES:
             raise UserError(
                 f"config.json: the rope_type is {str(kind)[:60]!r}, which is not one of {', '.join(ROPE_TYPES)}; repair"

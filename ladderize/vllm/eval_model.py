@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from ladderize.checkpoint.config import most_positions, parameter_count, stored_dtype
+from ladderize.checkpoint.config import most_positions, parameter_count, stated_ropes, stored_dtype
 from ladderize.checkpoint.opening import read_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.errors import UserError
@@ -52,12 +52,15 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
         raise UserError(f"--max-length {options.max_length} is more than the {positions} positions of {name}")
     if load_tokenizer(folder) is None:
         raise UserError(f"{name} has no tokenizer, which lm-eval's vLLM model needs; use --engine transformers")
+    longest: int | None = (options.max_length or positions) + 1  # its last token is scored, and never read
+    if options.max_length is None and any(rope["rope_type"] == "longrope" for rope in stated_ropes(config)):
+        longest = None  # vLLM's own choice: with more than the first length it rotates short texts as long ones
     arguments = {
         "pretrained": str(folder),
         "tensor_parallel_size": options.tp_size,
         # our "auto" is the stored dtype; vLLM's takes 16 bits for a checkpoint in 32
         "dtype": stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype,
-        "max_model_len": (options.max_length or positions) + 1,  # its last token is scored, and never read
+        "max_model_len": longest,
         "max_num_seqs": options.batch_size,
         "batch_size": REQUESTS_PER_SEQUENCE * options.batch_size,
         "seed": options.seed,

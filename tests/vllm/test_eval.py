@@ -25,9 +25,9 @@ SIZES = {"vocab_size": 768, "bos_token_id": 0, "eos_token_id": 1, "max_position_
 SHARED = {"models": ("model",), "dtype": "float32", "tasks": ("demo_copying",), "batch_size": 4}
 
 
-def model_with_tokenizer(name: str, folder: Path) -> Path:
+def model_with_tokenizer(name: str, folder: Path, **more: object) -> Path:
     """A random model with the tokenizer of the demo."""
-    make(name, folder, **SIZES)
+    make(name, folder, **{**SIZES, **more})
     for file in MODEL.glob("tokenizer*"):
         shutil.copy(file, folder)
     return folder
@@ -68,6 +68,16 @@ def test_windows_of_ids(pair):
     windows = [fresh_rng().integers(3, 768, length) for length in (2, 9, 40, POSITIONS)]
     scores = [one.score(windows, lambda count: None) for one in (model, hf)]
     ours, theirs = ([score.nll for score in each] for each in scores)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+def test_longrope_rotates_short_texts_as_in_transformers(tmp_path):
+    """The model promises more positions than its first length, with which vLLM would rotate all texts otherwise."""
+    folder = model_with_tokenizer("fused, delayed and spd", tmp_path / "model", max_position_embeddings=256)
+    hf = HFModel("hf", folder, EvalOptions(**SHARED), Ranks(0, 1, torch.device("cpu")))
+    windows = [fresh_rng().integers(3, 768, length) for length in (9, 40, 190)]
+    with contextlib.closing(open_vllm("vllm", folder, EvalOptions(**SHARED, engine="vllm"), enforce_eager=True)) as own:
+        ours, theirs = ([score.nll for score in one.score(windows, lambda count: None)] for one in (own, hf))
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
 
 
