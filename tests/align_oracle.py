@@ -7,7 +7,7 @@ weights that reads an appended one. No code of the package is used.
 import torch
 from torch.nn.functional import linear
 
-from tests.oracle import Equations, part, rms_norm, rotate
+from tests.oracle import Equations, part, rms_norm
 
 
 class AlignOracle:
@@ -21,6 +21,7 @@ class AlignOracle:
         self.config, self.ridge, self.trained, self.family = config, ridge, trained, Equations(config)
         self.dense = self.unfused({name: weight.double() for name, weight in dense.items()})
         self.student = self.unfused({name: weight.double() for name, weight in student.items()})
+        self.stored = set(student)
 
     def unfused(self, weights):
         """Each projection by itself."""
@@ -43,14 +44,13 @@ class AlignOracle:
 
     def fused(self, weights):
         """The student's weights under the names that they are stored by."""
-        if self.config.model_type != "ladderized_phi3":
-            return weights
         joined = dict(weights)
         for layer in range(self.config.num_hidden_layers):
             for fused, names in (("self_attn.qkv", ("q", "k", "v")), ("mlp.gate_up", ("gate", "up"))):
-                prefix = f"model.layers.{layer}.{fused.partition('.')[0]}."
-                rows = [joined.pop(f"{prefix}{name}_proj.weight") for name in names]
-                joined[f"model.layers.{layer}.{fused}_proj.weight"] = torch.cat(rows)
+                whole = f"model.layers.{layer}.{fused}_proj.weight"
+                if whole in self.stored:
+                    prefix = whole.removesuffix(".weight").rpartition(".")[0]
+                    joined[whole] = torch.cat([joined.pop(f"{prefix}.{name}_proj.weight") for name in names])
         return joined
 
     def __call__(self, ids, layers):
@@ -196,8 +196,7 @@ class AlignOracle:
         if f"{attention}q_norm.weight" in weights:
             q, k = self.norm(weights, layer, q, "self_attn.q_norm"), self.norm(weights, layer, k, "self_attn.k_norm")
         if self.family.rotates[layer]:
-            share = config.rope_parameters.get("partial_rotary_factor", 1.0)
-            q, k = (rotate(t, positions, self.family.thetas[layer], share) for t in (q, k))
+            q, k = (self.family.rotated(t, positions, layer) for t in (q, k))
         if (window := self.family.windows[layer]) is not None:
             allowed = allowed & (positions.T - positions < window)
         outputs = []

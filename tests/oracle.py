@@ -53,6 +53,7 @@ class Equations:
         )
         family = config.model_type.removeprefix("ladderized_")
         self.interleaved = family in ("glm", "glm4")
+        self.share = config.rope_parameters.get("partial_rotary_factor", 1.0)
         if family in ("mistral", "phi3"):
             self.windows = [config.sliding_window for _ in layers]
         if family in ("ministral", "cwm") or (family in ("qwen2", "qwen3", "smollm3") and config.use_sliding_window):
@@ -81,6 +82,9 @@ class Equations:
             self.more_of_norms, self.act = 1.0, lambda x: gelu(x, approximate="tanh")
             self.of_scores, self.of_embedding = config.query_pre_attn_scalar**-0.5, config.hidden_size**0.5
             self.thetas = [config.rope_parameters[config.layer_types[i]]["rope_theta"] for i in layers]
+
+    def rotated(self, x, positions, layer):
+        return rotate(x, positions, self.thetas[layer], self.share, self.interleaved)
 
 
 class Oracle:
@@ -122,9 +126,7 @@ class Oracle:
         q, k, v = (t.unflatten(-1, (-1, d)).transpose(1, 2) for t in (q, k, v))
         q, k = self.norm(q, layer, "self_attn.q_norm"), self.norm(k, layer, "self_attn.k_norm")
         if self.family.rotates[layer]:
-            share = config.rope_parameters.get("partial_rotary_factor", 1.0)
-            how = self.family.thetas[layer], share, self.family.interleaved
-            q, k = (rotate(t, positions, *how) for t in (q, k))
+            q, k = (self.family.rotated(t, positions, layer) for t in (q, k))
         if (window := self.family.windows[layer]) is not None:
             token = torch.arange(x.shape[1])
             allowed = allowed & (token[:, None] - token[None, :] < window)
