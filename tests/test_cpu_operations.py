@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ladderize.families.base import GELU, ROPE, SILU, Decoder
+from ladderize.runtime import spec
 from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.kv_cache import KVCache, NoCache, PartsCache
 from ladderize.runtime.layers import Linear, RMSNorm, Sublayer
@@ -240,6 +241,13 @@ def test_no_compiler(fresh_library, tmp_path):
     fresh_library.delenv("CXX")
     fresh_library.setenv("PATH", str(tmp_path))
     assert "no C++ compiler was found (g++, clang++)" in choose_operations(ALONE, torch.bfloat16).note
+
+
+def test_a_cpu_without_products_of_bfloat16(monkeypatch):
+    """Its user is told of float32, where prompts are read faster."""
+    monkeypatch.setattr(spec, "packable_dtypes", lambda: (torch.float32,))
+    assert "does not multiply bfloat16 on this CPU; with --dtype float32" in choose_operations(ALONE, DTYPES[1]).note
+    assert choose_operations(ALONE, torch.float32).note == ""
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ class CpuOperations(Operations):
 
     name = "compiled"
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        super().__init__()
+    def __init__(self, library: ctypes.CDLL, note: str = "") -> None:
+        super().__init__(note)
         self._rms_norm, self._gated = library.ladderize_rms_norm, library.ladderize_gated
         self._rotate, self._attend = library.ladderize_rotate, library.ladderize_attend
         self.threads = torch.get_num_threads()

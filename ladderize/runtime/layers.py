@@ -21,7 +21,7 @@ class Linear:
     __slots__ = ("bias", "packed", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = False) -> None:
-        self.packed = pack and weight.device.type == "cpu" and weight.dtype in _packable()
+        self.packed = pack and weight.device.type == "cpu" and weight.dtype in packable_dtypes()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self.packed else weight
         self.bias = bias
 
@@ -73,7 +73,7 @@ class RMSNorm:
 
 
 @functools.cache
-def _packable() -> tuple[torch.dtype, ...]:
+def packable_dtypes() -> tuple[torch.dtype, ...]:
     """Return the dtypes that oneDNN multiplies natively here; emulated, packed products are slower than plain ones."""
     if not torch.backends.mkldnn.is_available():
         return ()
