@@ -29,8 +29,8 @@ class Observed(Collectives):
     def split(self, size: int) -> Split:
         return self.inner.split(size)
 
-    def all_reduce_async(self, x: Tensor) -> Handle:
-        return self.send(self.inner.all_reduce_async, x)
+    def all_reduce_async(self, x: Tensor, *into: Tensor) -> Handle:
+        return self.send(lambda message: self.inner.all_reduce_async(message, *into), x)
 
     def all_reduce_blocking(self, x: Tensor) -> Handle:
         return self.send(self.inner.all_reduce_blocking, x)
