@@ -86,18 +86,20 @@ def runtime_device(device: DeviceName | None, backend: BackendName, threads: int
 
 
 def start_on(device: DeviceName | None) -> DeviceName:
-    """Check the device, divide the cores among the processes of this machine, and return the device.
+    """Check the device, make this process ready to compute on it, and return the device.
 
     One process keeps the threads that OMP_NUM_THREADS gave torch. With several, torchrun may have set the variable to
     1.
     """
     device = compute_options(device, None)
-    from ladderize.ranks.device import set_threads
+    from ladderize.ranks.device import keep_freed_memory, set_threads
     from ladderize.ranks.environment import OMP_NUM_THREADS, launched
 
     processes = launched().local_size
     if processes > 1 or not os.environ.get(OMP_NUM_THREADS):
         set_threads(None, processes)
+    if device == "cpu":
+        keep_freed_memory()
     return device
 
 

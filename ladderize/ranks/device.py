@@ -1,5 +1,6 @@
 """The devices, cores and threads to compute on. Torch is imported inside of functions."""
 
+import ctypes
 import os
 import platform
 from pathlib import Path
@@ -9,6 +10,7 @@ from ladderize.choices import DeviceName
 from ladderize.errors import UserError
 from ladderize.files.documents import read_yaml
 
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 DEVICE_TABLE = Path(__file__).with_name("devices.yaml")
 
 
@@ -66,6 +68,15 @@ def set_threads(threads: int | None, ranks: int) -> None:
     import torch
 
     torch.set_num_threads(threads or max(1, len(cores()) // ranks))
+
+
+def keep_freed_memory() -> None:
+    """Make glibc's malloc keep large tensors that are freed. Else the next one is new memory of the kernel's, whose
+    pages come one fault at a time: a sixth of a CPU's time on prompts of 8 x 1,024 tokens."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def take_cores(rank: int, ranks: int, threads: int | None) -> int | None:
