@@ -1,5 +1,6 @@
 """Variables of launchers, and the device and dtype to compute in."""
 
+import ctypes
 import os
 import socket
 import sys
@@ -106,6 +107,27 @@ def test_a_rank_that_finds_nobody_says_so(rank, variables):
     assert process.returncode == 1
     assert f"Error: rank {rank} of 2 does not find the others (" in stderr
     assert stderr.count("\n") == 1
+
+
+FAULTS = """
+import resource, torch
+from ladderize.ranks.device import keep_freed_memory
+keep_freed_memory()
+for count in (16, 4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(count):
+        torch.ones(1 << 24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another malloc than glibc's")
+def test_a_freed_tensor_is_memory_of_the_next():
+    """After a few, that is. 64 MiB have 16,384 pages, each of which would be one fault."""
+    process = warm.WarmProcess([sys.executable, "-c", FAULTS], cwd=ROOT)
+    stdout, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    assert int(stdout) < 1000
 
 
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float32, "float16": torch.bfloat16}
