@@ -4,23 +4,29 @@
         [--out benchmarks/results/against_vllm_1024.json]
 
 A bfloat16 Llama of 197M parameters (benchmarks/shapes/200m.json) or another shape, two ranks. The two engines want
-different versions of their packages, so each round is one run of either environment, one after the other; ratios are
-taken within a round. First both decode the same prompts greedily, in float32, and their tokens must be equal. Run it
-on a machine that does nothing else.
+different versions of their packages, so each runs in an environment of its own. They take turns, a sample each, and
+the one that waits sleeps (in_turn.py): a machine whose speed changes within minutes is as fast for both samples of a
+pair. First both decode the same prompts greedily, in float32, and their tokens must be equal. Run it on a machine that
+does nothing else.
 """
 
 import argparse
 import json
 import os
 import platform
-import statistics
+import select
 import subprocess
 import tempfile
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = ROOT / "benchmarks" / "shapes" / "200m.json"
 PYTHONS = {"ladderize": ROOT / ".venv" / "bin" / "python", "vllm": ROOT / ".venv-vllm" / "bin" / "python"}
+ENGINES = {"ladderize": "runtime", "vllm": "vllm"}
+IN_TURN = ROOT / "benchmarks" / "in_turn.py"
 PHASES = ("prefill", "decode")
 MAKE = "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; "
 MAKE += "from decode_cpu import make_model; make_model('model', Path(sys.argv[2]))"
@@ -54,10 +60,14 @@ if __name__ == "__main__":
 }
 
 
+def environment() -> dict[str, str]:
+    places = f"{ROOT}:{ROOT / 'benchmarks'}"
+    return {**os.environ, "PYTHONPATH": places, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
 def run(engine: str, words: list[str], work: Path) -> str:
     """What a process of this environment printed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    done = subprocess.run([str(PYTHONS[engine]), *words], cwd=work, env=environment, capture_output=True, text=True)
+    done = subprocess.run([str(PYTHONS[engine]), *words], cwd=work, env=environment(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{engine} ended with exit code {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return done.stdout
@@ -72,19 +82,63 @@ def tokens(engine: str, prompts: list[list[int]], new: int, work: Path) -> list[
     return found
 
 
-def bench(engine: str, args: argparse.Namespace, number: int, work: Path) -> dict:
-    out = work / f"{engine}-{number}.json"
-    words = ["-m", "ladderize", "bench", "model", "--tp-size", "2", "--batch-size", args.batch_size]
-    words += ["--prompt-len", str(args.prompt_len), "--output-len", str(args.output_len)]
-    words += ["--warmup", str(args.warmup), "--repeat", str(args.repeat), "--out", str(out)]
-    run(engine, [*words, *(["--engine", "vllm"] if engine == "vllm" else [])], work)
-    return json.loads(out.read_text())
+def start(engine: str, options: dict, address: str, work: Path) -> subprocess.Popen:
+    out = str(work / f"{engine}.json")
+    words = [str(IN_TURN), address, engine, "model", json.dumps({**options, "engine": ENGINES[engine], "out": out})]
+    with open(work / f"{engine}.log", "w") as log:
+        return subprocess.Popen([str(PYTHONS[engine]), *words], cwd=work, env=environment(), stdout=log, stderr=log)
+
+
+def alternate(options: dict, work: Path) -> dict[str, dict]:
+    """Let both engines measure, in turn a sample each. Return their documents."""
+    address = str(work / "turns")
+    with Listener(address) as listener:
+        processes = {engine: start(engine, options, address, work) for engine in PYTHONS}
+        try:
+            turns = {}
+            for _ in processes:
+                connection = accept(listener, processes, work)
+                turns[connection.recv()] = connection
+            order = list(PYTHONS)
+            while all([is_ready(turns[engine]) for engine in order]):
+                for engine in order:
+                    turns[engine].send("go")
+                    turns[engine].poll(None)  # it is done when it asks again, or ends
+                order.reverse()  # the first one finds the machine otherwise than the second
+            for engine, process in processes.items():
+                if process.wait():
+                    raise failed(engine, work)
+        finally:
+            for process in processes.values():
+                process.terminate()
+    return {engine: json.loads((work / f"{engine}.json").read_text()) for engine in PYTHONS}
+
+
+def accept(listener: Listener, processes: dict[str, subprocess.Popen], work: Path) -> Connection:
+    """Wait for an engine's rank 0, and raise if any engine ends instead."""
+    waiting = listener._listener._socket  # the module tells of no end of waiting
+    while not select.select([waiting], [], [], 1.0)[0]:
+        for engine, process in processes.items():
+            if process.poll() is not None:
+                raise failed(engine, work)
+    return listener.accept()
+
+
+def is_ready(turn: Connection) -> bool:
+    """Wait until an engine asks for a turn. False: it has ended."""
+    try:
+        return turn.recv() == "ready"
+    except EOFError:
+        return False
+
+
+def failed(engine: str, work: Path) -> SystemExit:
+    return SystemExit(f"{engine} failed:\n{(work / f'{engine}.log').read_text()}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeat", type=int, default=5, help="samples of a round")
+    parser.add_argument("--pairs", type=int, default=15, help="samples of either engine")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--batch-size", default="1,8")
     parser.add_argument("--shape", type=Path, default=SHAPE)
@@ -92,40 +146,32 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if missing := [str(python) for python in PYTHONS.values() if not python.exists()]:
-        raise SystemExit(f"{', '.join(missing)} is missing: make .venv/.installed .venv-vllm/.installed")
+    if missing := [str(path) for path in (*PYTHONS.values(), args.shape) if not path.exists()]:
+        raise SystemExit(f"{', '.join(missing)} is missing; environments: make .venv/.installed .venv-vllm/.installed")
+    batch_sizes = [int(size) for size in args.batch_size.split(",")]
+    options = {"tp_size": 2, "batch_sizes": batch_sizes, "prompt_len": args.prompt_len, "output_len": args.output_len}
+    options |= {"warmup": args.warmup, "repeat": args.pairs}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        run("ladderize", ["-c", MAKE, str(SHAPE.parent.parent), str(args.shape.resolve())], work)
+        run("ladderize", ["-c", MAKE, str(ROOT / "benchmarks"), str(args.shape.resolve())], work)
         prompts = [[3 + (7919 * row + 31 * place * (row + 1)) % 8000 for place in range(64)] for row in range(4)]
         made = {engine: tokens(engine, prompts, 32, work) for engine in PYTHONS}
         if made["ladderize"] != made["vllm"]:
             raise SystemExit(f"greedy tokens differ: {made}")
         print("32 greedy tokens of 4 prompts are equal", flush=True)
-        documents: dict[str, list[dict]] = {engine: [] for engine in PYTHONS}
-        for number in range(args.rounds):
-            # the one that is first in a round finds the machine otherwise than the second
-            for engine in list(PYTHONS)[:: 1 if number % 2 == 0 else -1]:
-                documents[engine].append(bench(engine, args, number, work))
-                print(f"round {number + 1}: {engine} done", flush=True)
-    print(f"\n{'':22}{'ladderize ms':>14}{'vLLM ms':>10}{'ratio':>8}   ratios of the rounds")
-    table = []
-    for phase in PHASES:
-        for batch in map(int, args.batch_size.split(",")):
-            medians = {
-                engine: [statistics.median(samples(document, phase, batch)) for document in of_engine]
-                for engine, of_engine in documents.items()
-            }
-            ratios = [ours / theirs for ours, theirs in zip(*medians.values(), strict=True)]
-            ours, theirs = (statistics.median(values) for values in medians.values())
-            table.append({"phase": phase, "batch_size": batch, "medians_ms": medians, "ratios": ratios})
-            shown = " ".join(f"{ratio:.3f}" for ratio in ratios)
-            print(
-                f"{phase + f', batch {batch}':22}{ours:14.2f}{theirs:10.2f}{statistics.median(ratios):8.3f}   {shown}"
-            )
+        documents = alternate(options, work)
+    print(f"{'':18}{'ladderize ms':>14}{'vLLM ms':>10}{'ratio':>8}   95 % interval   of the fastest")
+    table = [row_of(documents, phase, batch) for phase in PHASES for batch in batch_sizes]
+    for row in table:
+        ours, theirs = row["median_ms"].values()
+        low, high = row["interval"]
+        print(
+            f"{row['phase'] + ', batch ' + str(row['batch_size']):18}{ours:14.2f}{theirs:10.2f}{row['ratio']:8.3f}"
+            f"   {low:.3f} to {high:.3f}  {row['fastest']:.3f}"
+        )
     if args.out:
         record = {
-            "schema_version": 1,
+            "schema_version": 2,
             "processor": platform.processor() or platform.machine(),
             "shape": json.loads(args.shape.read_text()),
             "options": {key: str(value) for key, value in vars(args).items() if key != "out"},
@@ -134,6 +180,23 @@ def main() -> None:
             "documents": documents,
         }
         args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def row_of(documents: dict[str, dict], phase: str, batch: int) -> dict:
+    """Compare the engines: medians, the median of the pairs' ratios with its interval (from resampled pairs), and the
+    ratio of the fastest samples."""
+    ours, theirs = (np.array(samples(documents[engine], phase, batch)) for engine in PYTHONS)
+    ratios = ours / theirs
+    drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    return {
+        "phase": phase,
+        "batch_size": batch,
+        "median_ms": {"ladderize": float(np.median(ours)), "vllm": float(np.median(theirs))},
+        "ratio": float(np.median(ratios)),
+        "interval": np.percentile(np.median(drawn, axis=1), (2.5, 97.5)).tolist(),
+        "fastest": float(ours.min() / theirs.min()),
+        "ratios": ratios.tolist(),
+    }
 
 
 def samples(document: dict, phase: str, batch: int) -> list[float]:
