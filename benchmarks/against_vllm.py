@@ -100,7 +100,7 @@ def alternate(options: dict, work: Path) -> dict[str, dict]:
                 connection = accept(listener, processes, work)
                 turns[connection.recv()] = connection
             order = list(PYTHONS)
-            while all([is_ready(turns[engine]) for engine in order]):
+            while all(is_ready(turns[engine]) for engine in order):
                 for engine in order:
                     turns[engine].send("go")
                     turns[engine].poll(None)  # it is done when it asks again, or ends

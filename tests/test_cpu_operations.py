@@ -6,13 +6,14 @@ tests/test_runtime.py runs them on every layout and family.
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ladderize.families.base import GELU, ROPE, SILU, Decoder
-from ladderize.runtime import spec
+from ladderize.runtime import layers, spec
 from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.kv_cache import KVCache, NoCache, PartsCache
 from ladderize.runtime.layers import Linear, RMSNorm, Sublayer
@@ -147,10 +148,10 @@ def test_one_token(compiled, dtype, norms, dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("dim", [6, 64])
+@pytest.mark.parametrize("dim", [6, 32, 96])
 def test_prompts(compiled, dtype, window, dim):
     case = attention_case(dtype, dim=dim, rope=some(True, False), window=window)
-    batch, tokens = some(1, 3), some(2, 9, 64, 67, 130)
+    batch, tokens = some(1, 3), some(2, 9, 64, 67, 130, 290)
     windows = [] if window is None else [window]
     cache = random_cache(batch, case[1].own_kv_heads, tokens + 3, dim, dtype)
     x = torch.randn(batch, tokens, case[2]).to(dtype)
@@ -164,6 +165,22 @@ def test_prompts(compiled, dtype, window, dim):
         Step(turns(batch, tokens, dim), 0, 0, mask),
     ):
         compare(compiled, case, x, step.with_windows(windows, tokens), cache, dtype)
+
+
+@pytest.mark.skipif("amx_bf16" not in Path("/proc/cpuinfo").read_text(), reason="this CPU has no tiles")
+@pytest.mark.parametrize("tokens", [31, 32, 256, 257, 600])
+def test_prompts_by_tiles(compiled, monkeypatch, tokens):
+    """Long ones, too, whose last columns nothing may read: they are no numbers."""
+    monkeypatch.delattr("ladderize.runtime.cpu_operations.attend")
+    case = attention_case(torch.bfloat16, dim=some(32, 64, 128))
+    empty = torch.full((2, 2, case[1].own_kv_heads, tokens + 5, case[1].head_dim), torch.nan).bfloat16()
+    x, step = torch.randn(2, tokens, case[2]).bfloat16(), Step(turns(1, tokens, case[1].head_dim), 0, 0, causal=True)
+    runs = (compiled, case[0], x), (Operations(), case[0], x), (Operations(), wide(case[0]), x.float())
+    found = []
+    for by, weights, read in runs:
+        cache = KVCache(*(empty.to(read.dtype, copy=True) for _ in range(2)))
+        found.append(by.attention(weights, read, None, step, cache))
+    assert_as_good(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -188,6 +205,75 @@ def test_parts_of_a_prompt(compiled, dtype, dim):
         assert_as_good(*(by.attention(own, read[:, part], None, step, kept) for by, own, read, kept in runs))
     whole = Step(factors, 0, 0, causal=True)
     assert_as_good(*(by.attention(own, read, None, whole, NoCache(read.dtype, CPU)) for by, own, read, _ in runs))
+
+
+INSTRUCTIONS = {
+    "all": ("amx_bf16", ""),
+    "no tiles": ("avx512_bf16", "-mno-amx-bf16"),
+    "no bfloat16": ("avx512f", "-mno-amx-bf16 -mno-avx512bf16"),
+}
+
+
+@pytest.fixture(scope="module", params=INSTRUCTIONS)
+def by_instructions(request):
+    """Operations by fewer instructions than this CPU may have, and whether there are tiles."""
+    needed, flags = INSTRUCTIONS[request.param]
+    if needed not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(f"this CPU has no {needed}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", f"g++ {flags}")
+        return CpuOperations(kernels.__wrapped__()), not flags
+
+
+@pytest.fixture
+def by_onednn(monkeypatch):
+    """The numbers of rows of products that oneDNN has computed."""
+    call, seen = Linear.__call__, []
+    monkeypatch.setattr(Linear, "__call__", lambda self, x: (seen.append(x.shape[:-1].numel()), call(self, x))[1])
+    return seen
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_few_rows(by_instructions, by_onednn, dtype, biased, threads):
+    operations, has_tiles = by_instructions
+    operations.threads = threads
+    outputs, depth = some(5, 32, 33, 64, 100, 1000), some(32, 64, 96, 352)
+    weight = (torch.randn(outputs, depth) * depth**-0.5).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    linear, plain = Linear(weight, bias, pack=True), Linear(weight, bias)
+    most = 32 if has_tiles and dtype == torch.bfloat16 else 8
+    for rows in (1, 2, 3, 5, 8, 9, 16, 17, 31, 32, 33):
+        x = torch.randn(2, rows, depth).to(dtype)[1:]
+        exact = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        assert_as_good(operations.product(linear, x), plain(x), exact)
+        assert by_onednn == [rows] * (rows > most) + [rows]
+        by_onednn.clear()
+    x = torch.randn(3, 2, depth).to(dtype)
+    x[1] = torch.nan
+    assert operations.product(linear, x[:, 0]).isnan().all(1).tolist() == [False, True, False]
+
+
+def test_products_of_an_order_that_is_not_known(compiled, by_onednn, monkeypatch):
+    """Half a pair; or an order that oneDNN may take on another CPU."""
+    for outputs, depth, dtype in ((64, 72, torch.bfloat16), (64, 33, torch.bfloat16), (16, 33, torch.float32)):
+        weight = torch.randn(outputs, depth).to(dtype)
+        linear, x = Linear(weight, pack=True), torch.randn(2, depth).to(dtype)
+        assert linear.packed is None
+        torch.testing.assert_close(compiled.product(linear, x), x @ weight.T)
+    monkeypatch.setattr(layers, "packed_width", lambda dtype: 64 if dtype == torch.bfloat16 else 32)
+    for dtype in DTYPES:
+        assert Linear(torch.randn(64, 64).to(dtype), pack=True).packed is None
+    assert len(by_onednn) == 3
+
+
+def test_wrong_input_of_a_product(compiled):
+    linear = Linear(torch.randn(64, 64), pack=True)
+    with pytest.raises(RuntimeError):
+        compiled.product(linear, torch.randn(2, 32))
+    with pytest.raises(RuntimeError):
+        compiled.product(linear, torch.randn(2, 64).bfloat16())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

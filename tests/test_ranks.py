@@ -4,6 +4,7 @@ import ctypes
 import os
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,8 +112,8 @@ def test_a_rank_that_finds_nobody_says_so(rank, variables):
 
 FAULTS = """
 import resource, torch
-from ladderize.ranks.device import keep_freed_memory
-keep_freed_memory()
+from ladderize.ranks.device import set_up_heap
+set_up_heap()
 for count in (16, 4):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(count):
@@ -128,6 +129,27 @@ def test_a_freed_tensor_is_memory_of_the_next():
     stdout, stderr = process.communicate()
     assert process.returncode == 0, stderr
     assert int(stdout) < 1000
+
+
+HUGE = """
+import torch
+from ladderize.ranks.device import set_up_heap
+for _ in range(2):
+    set_up_heap()
+tensors = [torch.ones(1 << 18) for _ in range(64)]
+print(*(line.split()[1] for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")))
+"""
+
+
+def test_small_tensors_lie_in_huge_pages():
+    """64 of 1 MiB, of which none would get a page of 2 MiB for itself."""
+    offered = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not offered.is_file() or "[never]" in offered.read_text():
+        pytest.skip("this system offers no huge pages")
+    process = warm.WarmProcess([sys.executable, "-c", HUGE], cwd=ROOT)
+    stdout, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    assert int(stdout) >= 50 << 10
 
 
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float32, "float16": torch.bfloat16}

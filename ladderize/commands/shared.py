@@ -92,14 +92,14 @@ def start_on(device: DeviceName | None) -> DeviceName:
     1.
     """
     device = compute_options(device, None)
-    from ladderize.ranks.device import keep_freed_memory, set_threads
+    from ladderize.ranks.device import set_threads, set_up_heap
     from ladderize.ranks.environment import OMP_NUM_THREADS, launched
 
     processes = launched().local_size
     if processes > 1 or not os.environ.get(OMP_NUM_THREADS):
         set_threads(None, processes)
     if device == "cpu":
-        keep_freed_memory()
+        set_up_heap()
     return device
 
 

@@ -9,10 +9,12 @@ from torch import Tensor
 from ladderize.families.base import GELU
 from ladderize.runtime.collectives.differentiable import Stream, whole
 from ladderize.runtime.kv_cache import KVCache, NoCache
-from ladderize.runtime.layers import RMSNorm, Sublayer
+from ladderize.runtime.layers import Linear, RMSNorm, Sublayer
 from ladderize.runtime.native.library import TYPES, Cache, Heads, address
 from ladderize.runtime.operations import Operations, attend
 from ladderize.runtime.step import Step
+
+MOST_ROWS = 32  # of a product by ``kernels``; oneDNN's is as fast with more
 
 
 class CpuOperations(Operations):
@@ -24,7 +26,19 @@ class CpuOperations(Operations):
         super().__init__(note)
         self._rms_norm, self._gated = library.ladderize_rms_norm, library.ladderize_gated
         self._rotate, self._attend = library.ladderize_rotate, library.ladderize_attend
+        self._attend_prompt, self._product = library.ladderize_attend_prompt, library.ladderize_product
         self.threads = torch.get_num_threads()
+
+    def product(self, linear: Linear, x: Tensor) -> Tensor:
+        packed, depth = linear.packed, x.shape[-1]
+        rows = x.numel() // depth
+        if packed is None or rows > MOST_ROWS or x.dtype != linear.weight.dtype or depth != packed.depth:
+            return linear(x)
+        x = x.contiguous()
+        out = x.new_empty(*x.shape[:-1], packed.outputs)
+        pointers = address(linear.bias), out.data_ptr()
+        failed = self._product(TYPES[x.dtype], x.data_ptr(), rows, byref(packed), *pointers, self.threads)
+        return linear(x) if failed else out
 
     def norm(self, norm: RMSNorm | None, x: Stream) -> Tensor:
         x = whole(x).contiguous()
@@ -70,9 +84,13 @@ class CpuOperations(Operations):
         mask, causal = step.seen(decoder.windows[index])
         length = step.length or tokens
         scale = dim**-0.5 if decoder.attention_scale is None else decoder.attention_scale
+        out = qkv.new_empty(batch, tokens, heads * dim)
         if tokens > 1:
+            pointers = query.data_ptr(), byref(layer), scale, out.data_ptr()
+            is_plain = causal and mask is None and length == tokens
+            if is_plain and self._attend_prompt(kind, size, *pointers, self.threads) == 0:
+                return out
             return attend(query.transpose(1, 2), *cache.read(index, length), mask, causal, scale=scale)
-        out = qkv.new_empty(batch, 1, heads * dim)
         failed = self._attend(
             *(kind, size, query.data_ptr(), byref(layer), *_seen(mask, batch, length), length, scale),
             *(out.data_ptr(), self.threads),

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ladderize.boundary import DEBUG, handled, is_lost_rank, unplanned
 from ladderize.errors import LadderizeError, UsageError, UserError
 from ladderize.files.output import temporary_folder
-from ladderize.ranks.device import keep_freed_memory, set_threads, take_cores
+from ladderize.ranks.device import set_threads, set_up_heap, take_cores
 from ladderize.ranks.environment import ALONE, Place, launched, start_context, started_rank_variables
 from ladderize.ranks.group import INFERENCE_TIMEOUT, ignore, join_group
 from ladderize.runtime.collectives.shm import remove_segments
@@ -98,7 +98,7 @@ def _work_as_rank(
         threads = take_cores(launch.local_rank, launch.local_size, threads)
     set_threads(threads, launch.local_size)
     if device == "cpu":
-        keep_freed_memory()
+        set_up_heap()
     stays = dist.is_initialized()
     ranks = join_group(launch, device, timeout=timeout, init_method=meeting or "env://")
     value = function(dataclasses.replace(ranks, report=report) if ranks.is_main else ranks, *args)

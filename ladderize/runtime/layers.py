@@ -2,6 +2,7 @@
 
 Row-parallel layers (o, down) return a *partial sum*, which the caller reduces: the bias belongs to no rank."""
 
+import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,23 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ladderize.runtime.native.library import Packed
 from ladderize.runtime.shards import Shape
 
 
 class Linear:
     """The product y = x W^T + b with an inference-only weight [out, in]; ``pack``: in oneDNN's blocked layout (CPU). A
     packed bfloat16 product of one token reads memory about 1.5 times as fast as F.linear, which reorders as it goes; a
-    packed float32 one gains a fifth on prompts (benchmarks/decode_cpu.py measures both)."""
+    packed float32 one gains a fifth on prompts (benchmarks/decode_cpu.py measures both).
 
-    __slots__ = ("bias", "packed", "weight")
+    packed: where oneDNN has put the weight's numbers, if kernels.cpp can read them."""
+
+    __slots__ = ("bias", "is_packed", "packed", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = False) -> None:
-        self.packed = pack and weight.device.type == "cpu" and weight.dtype in packable_dtypes()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self.packed else weight
+        self.is_packed = pack and weight.device.type == "cpu" and weight.dtype in packable_dtypes()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self.is_packed else weight
+        self.packed = packed_numbers(weight, self.weight) if self.is_packed else None
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed:
+        if self.is_packed:
             return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
@@ -79,6 +84,35 @@ def packable_dtypes() -> tuple[torch.dtype, ...]:
         return ()
     is_native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return (torch.float32, torch.bfloat16) if is_native else (torch.float32,)
+
+
+def packed_numbers(weight: Tensor, packed: Tensor) -> Packed | None:
+    """Return where oneDNN has put the numbers of ``weight`` [outputs, depth]; None for an order that kernels.cpp does
+    not read. oneDNN chooses the order, and does not tell it: so the first block is compared with the weight."""
+    (outputs, depth), width = weight.shape, packed_width(weight.dtype)
+    if width is None or not is_packed_by(width, weight, packed):
+        return None
+    return Packed(torch.ops.mkldnn.data_ptr(packed), outputs, depth, width)
+
+
+@functools.cache
+def packed_width(dtype: torch.dtype) -> int | None:
+    """Return how many outputs lie side by side in a weight that oneDNN packs on this CPU, found by random numbers."""
+    weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return next((width for width in (64, 32) if is_packed_by(width, weight, packed)), None)
+
+
+def is_packed_by(width: int, weight: Tensor, packed: Tensor) -> bool:
+    """Return whether ``packed`` has the size, and its first block the order, that kernels.cpp describes."""
+    (outputs, depth), itemsize, pair = weight.shape, weight.itemsize, 4 // weight.itemsize
+    size = width * depth * itemsize
+    if depth % pair or torch.ops.mkldnn._nbytes(packed) != -(-outputs // width) * size:
+        return False
+    memory = (ctypes.c_char * size).from_address(torch.ops.mkldnn.data_ptr(packed))
+    rows = F.pad(weight[:width], (0, 0, 0, max(0, width - outputs)))
+    expected = rows.view(width, depth // pair, pair).transpose(0, 1).flatten()
+    return torch.equal(torch.frombuffer(memory, dtype=weight.dtype), expected)
 
 
 @dataclass

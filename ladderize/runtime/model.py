@@ -146,7 +146,7 @@ class TPLlama:
         if self.modes[number] in APART:
             products = [*map(self.scaled, operations.products_apart(weights.row_parallel, inner))]
             return products if carry is None else [*map(torch.add, products, carry)]
-        product = self.scaled(weights.row_parallel[0](inner))
+        product = self.scaled(operations.product(weights.row_parallel[0], inner))
         return [product if carry is None else product + sum_of(carry)]
 
     def embed(self, ids: Tensor, alone: bool) -> PendingSum:
@@ -167,7 +167,7 @@ class TPLlama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab] of hidden states [..., hidden], equal on all ranks."""
-        logits = self.head(hidden)
+        logits = self.operations.product(self.head, hidden)
         if self.shape.replicate_vocab:
             return logits
         return self.collectives.all_gather(logits)[..., : self.shape.vocab]

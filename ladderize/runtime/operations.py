@@ -27,6 +27,9 @@ class Operations:
     def norm(self, norm: RMSNorm | None, x: Stream) -> Tensor:
         return whole(x) if norm is None else norm(whole(x))
 
+    def product(self, linear: Linear, x: Tensor) -> Tensor:
+        return linear(x)
+
     def attention(self, weights: Sublayer, x: Stream, apart: Apart, step: Step, cache: KVCache) -> Tensor:
         """Return o_proj's input, [batch, tokens, own heads * head_dim], of the virtual ranks side by side; keys and
         values are cached. x: the residual stream [batch, tokens, hidden]. apart: what each virtual rank reads beside x;
@@ -42,7 +45,7 @@ class Operations:
         x = whole(x)
         inputs = [x] if apart is None else [x + partial for partial in apart]
         return [
-            linear(self.norm(weights.norm, read))
+            self.product(linear, self.norm(weights.norm, read))
             for linear, read in zip(weights.column_parallel, inputs, strict=apart is not None)
         ]
 
@@ -68,7 +71,7 @@ class Operations:
 
     def products_apart(self, linears: list[Linear], x: Tensor) -> Sequence[Tensor]:
         """Return the product of each virtual rank with its own part of x [..., the ranks' inputs side by side]."""
-        return [linear(inputs) for linear, inputs in zip(linears, x.chunk(len(linears), -1), strict=True)]
+        return [self.product(linear, inputs) for linear, inputs in zip(linears, x.chunk(len(linears), -1), strict=True)]
 
     def mlp(self, weights: Sublayer, x: Stream, apart: Apart) -> Tensor:
         """Return down_proj's input, [batch, tokens, own inner], of the virtual ranks side by side, as ``attention``."""

@@ -6,8 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <utility>
+#include <vector>
 #ifdef __AVX512F__
 #include <immintrin.h>
+#endif
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace {
@@ -24,6 +29,14 @@ inline void put(bfloat16 &to, float x) {
     const uint32_t bits = __builtin_bit_cast(uint32_t, x);
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     to.bits = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
+}
+
+// Begins to load what lies AHEAD bytes behind `count` numbers, which are read in a moment. What the processor asks for by
+// itself leaves memory idle: with it products take half as long here, and what only moves numbers three quarters.
+constexpr int64_t AHEAD = 8192, LINE = 64; // bytes
+template <typename T> inline void look_ahead(const T *from, int64_t count) {
+    const char *begin = (const char *)from + AHEAD;
+    for (int64_t i = 0; i < count * int64_t(sizeof(T)); i += LINE) __builtin_prefetch(begin + i);
 }
 
 // e^x to 2 units in the last place: e^x = 2^n e^r with |r| <= ln 2 / 2, and a polynomial of degree 6 for e^r.
@@ -56,7 +69,10 @@ inline void norm_row(const From *from, const Weight *weight, float eps, int64_t 
 template <typename T>
 void rms_norm(const T *x, const T *weight, T *out, int64_t rows, int64_t width, float eps, int threads) {
 #pragma omp parallel for if (threads > 1) num_threads(threads)
-    for (int64_t row = 0; row < rows; ++row) norm_row(x + row * width, weight, eps, width, out + row * width);
+    for (int64_t row = 0; row < rows; ++row) {
+        look_ahead(x + row * width, width);
+        norm_row(x + row * width, weight, eps, width, out + row * width);
+    }
 }
 
 template <typename T> void gated(const T *gate_up, T *out, int64_t rows, int64_t inner, int64_t stride, int threads) {
@@ -64,6 +80,7 @@ template <typename T> void gated(const T *gate_up, T *out, int64_t rows, int64_t
     for (int64_t row = 0; row < rows; ++row) {
         const T *gate = gate_up + row * 2 * inner, *up = gate + inner;
         T *to = out + row * stride;
+        look_ahead(gate, 2 * inner);
 #pragma omp simd
         for (int64_t i = 0; i < inner; ++i) {
             const float g = get(gate[i]);
@@ -83,22 +100,26 @@ template <typename T> inline float rounded(float x) {
 // null.
 template <typename T>
 void sum(const char *messages, int64_t stride, int64_t ranks, const T *residual, T *out, int64_t count, int threads) {
-    constexpr int64_t PIECE = 4096; // numbers whose totals stay in the fastest cache
+    constexpr int64_t PIECE = 1024; // numbers whose totals stay in the fastest cache
 #pragma omp parallel for if (threads > 1) num_threads(threads)
     for (int64_t begin = 0; begin < count; begin += PIECE) {
         const int64_t size = count - begin < PIECE ? count - begin : PIECE;
         float total[PIECE];
         const T *first = (const T *)messages + begin, *second = (const T *)(messages + stride) + begin;
+        look_ahead(first, size);
+        look_ahead(second, size);
 #pragma omp simd
         for (int64_t i = 0; i < size; ++i) total[i] = get(first[i]) + get(second[i]);
         for (int64_t rank = 2; rank < ranks; ++rank) {
             const T *next = (const T *)(messages + rank * stride) + begin;
+            look_ahead(next, size);
 #pragma omp simd
             for (int64_t i = 0; i < size; ++i) total[i] += get(next[i]);
         }
         T *to = out + begin;
         const T *from = residual + begin;
         if (residual) {
+            look_ahead(from, size);
 #pragma omp simd
             for (int64_t i = 0; i < size; ++i) put(to[i], get(from[i]) + rounded<T>(total[i]));
         } else {
@@ -141,6 +162,7 @@ void rotate(const Heads &size, const T *qkv, const float *norms, float eps, cons
         const float *turn = rope ? rope + row * rope_row + token * dim : nullptr;
         const int64_t column = (cache.column + token) * dim;
         float turned[dim];
+        look_ahead(from, (heads + 2 * kv_heads) * dim);
         for (int64_t head = 0; head < heads + 2 * kv_heads; ++head, from += dim) {
             const int64_t key = head - heads, value = key - kv_heads;
             T *to = key < 0     ? query + (place * heads + head) * dim
@@ -163,26 +185,6 @@ void rotate(const Heads &size, const T *qkv, const float *norms, float eps, cons
 constexpr float NOTHING = -__builtin_inff();
 constexpr int64_t BLOCK = 64, TOGETHER = 4; // columns whose scores are held, queries that share what is loaded
 
-// What softmax makes of `count` scores that follow others: scores become shares, `most` and `total` go on. Returns what
-// the sums so far are multiplied by.
-inline float soften(float *scores, int64_t count, float &most, float &total) {
-    float highest = most;
-#pragma omp simd reduction(max : highest)
-    for (int64_t i = 0; i < count; ++i) highest = scores[i] > highest ? scores[i] : highest;
-    const float base = highest == NOTHING ? 0.0f : highest; // nothing was seen so far
-    const float shrink = most == NOTHING ? 0.0f : exponential(most - base);
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < count; ++i) {
-        const float below = scores[i] - base;
-        scores[i] = below < -87.0f ? 0.0f : exponential(below);
-        sum += scores[i];
-    }
-    most = highest;
-    total = total * shrink + sum;
-    return shrink;
-}
-
 #ifdef __AVX512F__
 constexpr int LANES = 16; // numbers of a vector
 #else
@@ -191,6 +193,9 @@ constexpr int LANES = 8;
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
+typedef uint32_t LooseWords __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t LooseWord __attribute__((aligned(2), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 inline Vector load(const float *from) { return *(const Floats *)from; }
@@ -203,9 +208,60 @@ inline Vector load(const bfloat16 *from) {
 }
 inline void store(float *to, Vector x) { *(Floats *)to = x; }
 
-// Begins to load `count` numbers that are read a block later. Without it memory gives half of its rate.
-template <typename T> inline void prefetch(const T *from, int64_t count) {
-    for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
+// As the scalar one, of numbers that are 0 or less; 0 below -87.
+inline Vector exponential(Vector x) {
+    constexpr float MIDDLE = 1.5f * (1 << 23); // added to a small number it rounds it
+    const Vector n = (x * 1.44269504f + MIDDLE) - MIDDLE, r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
+    Vector p = r * (1.0f / 720) + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const Integers exponent = __builtin_convertvector(x < -87.0f ? Vector{} : n, Integers) + 127;
+    return x < -87.0f ? Vector{} : p * (Vector)(exponent << 23);
+}
+
+#ifdef __AVX512F__
+inline float highest_of(Vector x) { return _mm512_reduce_max_ps((__m512)x); }
+inline float sum_of(Vector x) { return _mm512_reduce_add_ps((__m512)x); }
+#else
+inline float highest_of(Vector x) {
+    float highest = x[0];
+    for (int lane = 1; lane < LANES; ++lane) highest = x[lane] > highest ? x[lane] : highest;
+    return highest;
+}
+inline float sum_of(Vector x) {
+    float sum = 0;
+    for (int lane = 0; lane < LANES; ++lane) sum += x[lane];
+    return sum;
+}
+#endif
+
+// What softmax makes of `count` scores times `scale` that follow others: scores become shares, up to a whole vector zeros
+// follow, and `most` and `total` go on. Returns what the sums so far are multiplied by.
+inline float soften(float *scores, int64_t count, float scale, float &most, float &total) {
+    Integers lane;
+    for (int i = 0; i < LANES; ++i) lane[i] = i;
+    Vector high = Vector{} + most;
+    for (int64_t i = 0; i < count; i += LANES) {
+        Vector scaled = load(scores + i) * scale;
+        if (count - i < LANES) scaled = lane < int(count - i) ? scaled : Vector{} + NOTHING;
+        high = scaled > high ? scaled : high;
+        store(scores + i, scaled);
+    }
+    const float highest = highest_of(high);
+    const float base = highest == NOTHING ? 0.0f : highest; // nothing was seen so far
+    const float shrink = most == NOTHING ? 0.0f : exponential(most - base);
+    Vector sum = {};
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Vector share = exponential(load(scores + i) - base);
+        sum += share;
+        store(scores + i, share);
+    }
+    most = highest;
+    total = total * shrink + sum_of(sum);
+    return shrink;
 }
 
 // Lanes come in groups of 2 * HALF. Returns the sums of the halves of a's groups, then of b's.
@@ -231,12 +287,12 @@ template <int WIDTH = 1> inline Vector sums(const Vector *vectors) {
 
 // scores[QUERIES][BLOCK] of queries [dim] and `count` keys [column][dim].
 template <int QUERIES, typename T>
-inline void score(const float *const *queries, const T *keys, int64_t count, int64_t dim, float scale, float *scores) {
+inline void score(const float *const *queries, const T *keys, int64_t count, int64_t dim, float *scores) {
     for (int64_t begin = 0; begin < count; begin += LANES) {
         Vector products[QUERIES][LANES];
         for (int64_t column = 0; column < LANES; ++column) {
             const T *key = keys + (begin + column < count ? begin + column : count - 1) * dim;
-            prefetch(key + BLOCK * dim, dim);
+            look_ahead(key, dim);
             Vector sum[QUERIES] = {};
             int64_t i = 0;
             for (; i + LANES <= dim; i += LANES) {
@@ -249,7 +305,7 @@ inline void score(const float *const *queries, const T *keys, int64_t count, int
 #pragma GCC unroll 4
             for (int q = 0; q < QUERIES; ++q) products[q][column] = sum[q];
         }
-        for (int q = 0; q < QUERIES; ++q) store(scores + q * BLOCK + begin, sums(products[q]) * scale);
+        for (int q = 0; q < QUERIES; ++q) store(scores + q * BLOCK + begin, sums(products[q]));
     }
 }
 
@@ -260,7 +316,7 @@ inline void add_values(float *sums, const float *shrink, const float *shares, co
     for (int q = 0; q < QUERIES; ++q)
         for (int v = 0; v < VECTORS; ++v) sum[q][v] = load(sums + q * dim + v * LANES) * shrink[q];
     for (int64_t column = 0; column < count; ++column) {
-        prefetch(values + (column + BLOCK) * dim, VECTORS * LANES);
+        look_ahead(values + column * dim, VECTORS * LANES);
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v) {
             const Vector value = load(values + column * dim + v * LANES);
@@ -286,11 +342,11 @@ void attend_together(const T *query, int64_t count, const T *keys, const T *valu
     }
     for (int64_t begin = 0; begin < length; begin += BLOCK) {
         const int64_t columns = length - begin < BLOCK ? length - begin : BLOCK;
-        score<QUERIES>(queries, keys + begin * dim, columns, dim, scale, scores);
+        score<QUERIES>(queries, keys + begin * dim, columns, dim, scores);
         for (int q = 0; q < QUERIES; ++q) {
             float *of_query = scores + q * BLOCK;
             for (int64_t i = 0; seen && i < columns; ++i) of_query[i] = seen[begin + i] ? of_query[i] : NOTHING;
-            shrink[q] = soften(of_query, columns, most[q], total[q]);
+            shrink[q] = soften(of_query, columns, scale, most[q], total[q]);
         }
         const T *value = values + begin * dim;
         int64_t i = 0;
@@ -323,6 +379,262 @@ void attend(const Heads &size, const T *query, const Cache &cache, const uint8_t
         kernel(query + from, count, (const T *)cache.keys + at, (const T *)cache.values + at,
                seen ? seen + row * seen_row : nullptr, length, dim, scale, out + from);
     }
+}
+
+// ---- products of few rows: they take as long as memory takes to hand over the weights ----
+
+// A weight [outputs, depth] as oneDNN packs it: [outputs / width][depth / pair][width][pair], filled up with zeros. A
+// pair is two numbers of bfloat16, or one of float.
+struct Packed {
+    const void *numbers;
+    int64_t outputs, depth, width;
+};
+
+template <typename T> constexpr int64_t PAIR = sizeof(float) / sizeof(T);
+constexpr int64_t FEW = 8, VECTORS = 2; // the rows of a pass, and the vectors of its outputs
+
+inline Vector plus_products(Vector sum, const float *x, const float *numbers) { return sum + *x * load(numbers); }
+inline Vector plus_products(Vector sum, const bfloat16 *x, const bfloat16 *numbers) {
+    const Words pairs = *(const LooseWords *)numbers;
+#ifdef __AVX512BF16__
+    const __m512bh both = (__m512bh)_mm512_set1_epi32(*(const LooseWord *)x);
+    return (Vector)_mm512_dpbf16_ps((__m512)sum, both, (__m512bh)pairs);
+#else
+    return sum + get(x[0]) * (Vector)(pairs << 16) + get(x[1]) * (Vector)(pairs & 0xffff0000u);
+#endif
+}
+
+template <typename T>
+inline void put_sums(const float *sums, int64_t row, int64_t output, int64_t most, const Packed &weight, const T *bias, T *out) {
+    const int64_t left = weight.outputs - output, count = left < most ? left : most;
+    T *to = out + row * weight.outputs + output;
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) put(to[i], sums[i] + (bias ? get(bias[output + i]) : 0.0f));
+}
+
+// Up to ROWS rows of x [rows, depth] times the outputs from `output` on; the last row is repeated.
+template <int ROWS, typename T>
+void multiply(const T *x, int64_t rows, const Packed &weight, const T *bias, int64_t output, T *out) {
+    const int64_t line = weight.width * PAIR<T>, before = output % weight.width;
+    const T *numbers = (const T *)weight.numbers + (output - before) * weight.depth + before * PAIR<T>;
+    const T *from[ROWS];
+    for (int64_t row = 0; row < ROWS; ++row) from[row] = x + (row < rows ? row : rows - 1) * weight.depth;
+    Vector sum[ROWS][VECTORS] = {};
+    for (int64_t i = 0; i < weight.depth; i += PAIR<T>, numbers += line)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; ++v) {
+            const T *vector = numbers + v * LANES * PAIR<T>;
+            look_ahead(vector, LANES * PAIR<T>);
+#pragma GCC unroll 8
+            for (int row = 0; row < ROWS; ++row) sum[row][v] = plus_products(sum[row][v], from[row] + i, vector);
+        }
+    for (int64_t row = 0; row < rows; ++row)
+        put_sums((const float *)sum[row], row, output, VECTORS * LANES, weight, bias, out);
+}
+
+#ifdef __AMX_BF16__
+constexpr int64_t TILE = 16; // rows of a tile, and the words of each
+
+// Linux lends a process its tiles when it asks (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+const bool has_tiles = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+
+// Tiles 0 to 3 hold the sums of two tiles of rows and two of outputs, 4 and 5 the rows, 6 and 7 the weights.
+struct Tiles {
+    explicit Tiles(int64_t rows) {
+        struct alignas(64) {
+            uint8_t palette = 1, rest[15] = {};
+            uint16_t bytes[16] = {};
+            uint8_t rows[16] = {};
+        } sizes;
+        const int64_t first = rows < TILE ? rows : TILE, second = rows - first;
+        const int64_t of_tile[] = {first, first, second, second, first, second, TILE, TILE};
+        for (int tile = 0; tile < 8; ++tile) sizes.rows[tile] = of_tile[tile], sizes.bytes[tile] = of_tile[tile] ? 64 : 0;
+        _tile_loadconfig(&sizes);
+    }
+    ~Tiles() { _tile_release(); }
+};
+
+// BOTH: whether there are two tiles of rows. Strides are in bytes.
+template <bool BOTH> inline void clear_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (BOTH) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+}
+
+template <bool BOTH> inline void store_sums(float *sums, int64_t stride) {
+    _tile_stored(0, sums, stride);
+    _tile_stored(1, sums + TILE, stride);
+    if (BOTH) {
+        _tile_stored(2, (char *)sums + TILE * stride, stride);
+        _tile_stored(3, (char *)(sums + TILE) + TILE * stride, stride);
+    }
+}
+
+// Adds the products of 2 * TILE numbers of each row with a tile of words for TILE outputs, and with the one beside it.
+template <bool BOTH>
+inline void add_tiles(const bfloat16 *rows, int64_t row_stride, const void *words, const void *beside, int64_t stride) {
+    _tile_loadd(6, words, stride);
+    _tile_loadd(7, beside, stride);
+    _tile_loadd(4, rows, row_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (BOTH) {
+        _tile_loadd(5, (const char *)rows + TILE * row_stride, row_stride);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+// As `multiply`, of up to 2 * TILE rows.
+template <bool BOTH>
+void multiply_tiles(const bfloat16 *x, int64_t rows, const Packed &weight, const bfloat16 *bias, int64_t output,
+                    bfloat16 *out) {
+    constexpr int64_t WIDTH = 2 * TILE, STRIDE = WIDTH * sizeof(float); // of the weight's words, and of sums
+    const int64_t row_stride = weight.depth * sizeof(bfloat16);
+    const char *words = (const char *)weight.numbers + output * row_stride;
+    clear_sums<BOTH>();
+    for (int64_t i = 0; i < weight.depth; i += 2 * TILE, words += TILE * STRIDE) {
+        look_ahead(words, TILE * STRIDE);
+        add_tiles<BOTH>(x + i, row_stride, words, words + STRIDE / 2, STRIDE);
+    }
+    float sums[2 * TILE][WIDTH];
+    store_sums<BOTH>(sums[0], STRIDE);
+    for (int64_t row = 0; row < rows; ++row) put_sums(sums[row], row, output, WIDTH, weight, bias, out);
+}
+
+bool product_of_tiles(const bfloat16 *x, int64_t rows, const Packed &weight, const bfloat16 *bias, bfloat16 *out,
+                      int threads) {
+    if (!has_tiles || rows > 2 * TILE || weight.width != 2 * TILE || weight.depth % (2 * TILE)) return false;
+    const auto kernel = rows > TILE ? multiply_tiles<true> : multiply_tiles<false>;
+#pragma omp parallel if (threads > 1) num_threads(threads)
+    {
+        const Tiles tiles(rows);
+#pragma omp for
+        for (int64_t output = 0; output < weight.outputs; output += weight.width) kernel(x, rows, weight, bias, output, out);
+    }
+    return true;
+}
+
+// ---- attention of a prompt ----
+
+constexpr int64_t QUERIES = 2 * TILE, KEYS = 256; // tokens that look together, and columns that they look at at once
+
+inline void store(bfloat16 *to, Vector x) {
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+}
+
+inline uint32_t pair_of(bfloat16 low, bfloat16 high) { return low.bits | uint32_t(high.bits) << 16; }
+
+// Makes words of one head's keys and values, [tokens, dim] each, as if there were `columns` tokens, the last ones zeros.
+// A key's word has two neighbours of one column, [columns / TILE][dim / 2][TILE]; a value's has one number of two
+// columns, [columns / 2][dim].
+void pack_head(const bfloat16 *keys, const bfloat16 *values, int64_t tokens, int64_t columns, int64_t dim,
+               uint32_t *key_words, uint32_t *value_words) {
+    constexpr bfloat16 NONE = {0};
+    for (int64_t column = 0; column < columns; ++column) {
+        const bfloat16 *key = keys + column * dim;
+        uint32_t *to = key_words + column / TILE * TILE * (dim / 2) + column % TILE;
+        for (int64_t i = 0; i < dim / 2; ++i) to[i * TILE] = column < tokens ? pair_of(key[2 * i], key[2 * i + 1]) : 0;
+    }
+    for (int64_t column = 0; column < columns; column += 2, value_words += dim) {
+        const bfloat16 *low = values + column * dim, *high = low + dim;
+        for (int64_t i = 0; i < dim; ++i)
+            value_words[i] = pair_of(column < tokens ? low[i] : NONE, column + 1 < tokens ? high[i] : NONE);
+    }
+}
+
+// The attention of QUERIES tokens of one head to themselves and those before, from token `first` on, of which there are
+// `count`. query, out: of these, `stride` numbers from one token's to the next (FlashAttention, arXiv 2205.14135).
+void attend_block(const bfloat16 *query, int64_t first, int64_t count, int64_t stride, int64_t dim, float scale,
+                  const uint32_t *key_words, const uint32_t *value_words, bfloat16 *out) {
+    bfloat16 rows[QUERIES * dim], shares[QUERIES][KEYS];
+    float sums[QUERIES * dim], scores[QUERIES][KEYS], most[QUERIES], total[QUERIES];
+    for (int64_t q = 0; q < QUERIES; ++q) {
+        most[q] = NOTHING, total[q] = 0;
+        for (int64_t i = 0; i < dim; ++i) rows[q * dim + i] = q < count ? query[q * stride + i] : bfloat16{0};
+        for (int64_t i = 0; i < dim; ++i) sums[q * dim + i] = 0;
+    }
+    for (int64_t begin = 0; begin < first + count; begin += KEYS) {
+        const int64_t left = first + QUERIES - begin, columns = left < KEYS ? left : KEYS;
+        for (int64_t column = 0; column < columns; column += 2 * TILE) {
+            const uint32_t *words = key_words + (begin + column) * (dim / 2);
+            clear_sums<true>();
+            for (int64_t i = 0; i < dim; i += 2 * TILE, words += TILE * TILE)
+                add_tiles<true>(rows + i, dim * sizeof(bfloat16), words, words + TILE * (dim / 2), LINE);
+            store_sums<true>(scores[0] + column, KEYS * sizeof(float));
+        }
+        for (int64_t q = 0; q < QUERIES; ++q) {
+            const int64_t all = first + q + 1 - begin, seen = all < columns ? all : columns;
+            const float shrink = soften(scores[q], seen, scale, most[q], total[q]);
+            for (int64_t i = (seen + LANES - 1) / LANES * LANES; i < columns; i += LANES) store(scores[q] + i, Vector{});
+            for (int64_t i = 0; i < columns; i += LANES) store(shares[q] + i, load(scores[q] + i));
+            if (shrink != 1)
+                for (int64_t i = 0; i < dim; ++i) sums[q * dim + i] *= shrink;
+        }
+        for (int64_t i = 0; i < dim; i += 2 * TILE) {
+            const uint32_t *words = value_words + begin / 2 * dim + i;
+            float *to = sums + i, *below = to + TILE * dim;
+            const int64_t bytes = dim * sizeof(float);
+            _tile_loadd(0, to, bytes);
+            _tile_loadd(1, to + TILE, bytes);
+            _tile_loadd(2, below, bytes);
+            _tile_loadd(3, below + TILE, bytes);
+            for (int64_t column = 0; column < columns; column += 2 * TILE, words += TILE * dim)
+                add_tiles<true>(shares[0] + column, KEYS * sizeof(bfloat16), words, words + TILE, bytes);
+            store_sums<true>(to, bytes);
+        }
+    }
+    for (int64_t q = 0; q < count; ++q)
+        for (int64_t i = 0; i < dim; ++i) put(out[q * stride + i], sums[q * dim + i] / total[q]);
+}
+
+bool attend_prompt(const Heads &size, const bfloat16 *query, const Cache &cache, float scale, bfloat16 *out, int threads) {
+    const int64_t tokens = size.tokens, dim = size.dim, stride = size.heads * dim, group = size.heads / size.kv_heads;
+    const int64_t columns = (tokens + QUERIES - 1) / QUERIES * QUERIES;
+    if (!has_tiles || dim % (2 * TILE) || cache.column) return false;
+#pragma omp parallel if (threads > 1) num_threads(threads)
+    {
+        const Tiles tiles(QUERIES);
+        std::vector<uint32_t> key_words(columns * dim / 2), value_words(columns * dim / 2);
+#pragma omp for
+        for (int64_t place = 0; place < size.batch * size.kv_heads; ++place) {
+            const int64_t row = place / size.kv_heads, head = place % size.kv_heads, at = cache.place(row, head);
+            pack_head((const bfloat16 *)cache.keys + at, (const bfloat16 *)cache.values + at, tokens, columns, dim,
+                      key_words.data(), value_words.data());
+            for (int64_t first = 0; first < tokens; first += QUERIES)
+                for (int64_t number = head * group; number < (head + 1) * group; ++number) {
+                    const int64_t from = (row * tokens + first) * stride + number * dim;
+                    const int64_t left = tokens - first, count = left < QUERIES ? left : QUERIES;
+                    attend_block(query + from, first, count, stride, dim, scale, key_words.data(), value_words.data(),
+                                 out + from);
+                }
+        }
+    }
+    return true;
+}
+#else
+inline bool attend_prompt(const Heads &, const bfloat16 *, const Cache &, float, bfloat16 *, int) { return false; }
+inline bool product_of_tiles(const bfloat16 *, int64_t, const Packed &, const bfloat16 *, bfloat16 *, int) { return false; }
+#endif
+inline bool product_of_tiles(const float *, int64_t, const Packed &, const float *, float *, int) { return false; }
+
+// out [rows, outputs] = x [rows, depth] times the weight, plus bias, unless that is null. Returns false for more rows, or
+// another weight, than is multiplied here.
+template <typename T>
+bool product(const T *x, int64_t rows, const Packed &weight, const T *bias, T *out, int threads) {
+    if (product_of_tiles(x, rows, weight, bias, out, threads)) return true;
+    constexpr int64_t WIDTH = VECTORS * LANES;
+    if (LANES < 16 || rows > FEW || weight.width % WIDTH || weight.depth % PAIR<T>) return false;
+    const auto kernel = rows == 1   ? multiply<1, T>
+                        : rows == 2 ? multiply<2, T>
+                        : rows <= 4 ? multiply<4, T>
+                                    : multiply<FEW, T>;
+#pragma omp parallel for if (threads > 1) num_threads(threads)
+    for (int64_t output = 0; output < weight.outputs; output += WIDTH) kernel(x, rows, weight, bias, output, out);
+    return true;
 }
 
 } // namespace
@@ -372,5 +684,21 @@ int ladderize_attend(int type, const Heads *size, const void *query, const Cache
     else
         attend(*size, (const float *)query, *cache, seen, seen_row, length, scale, (float *)out, threads);
     return 0;
+}
+
+// Returns 0, or 1 for more rows, or another weight, than is multiplied here: then nothing was written.
+int ladderize_product(int type, const void *x, int64_t rows, const Packed *weight, const void *bias, void *out,
+                      int threads) {
+    const bool done = type ? product((const bfloat16 *)x, rows, *weight, (const bfloat16 *)bias, (bfloat16 *)out, threads)
+                           : product((const float *)x, rows, *weight, (const float *)bias, (float *)out, threads);
+    return done ? 0 : 1;
+}
+
+// Attention of a prompt's tokens, each to itself and those before, all in columns from 0 on; query, out: [batch, tokens,
+// heads, dim]. Returns 0; 1 where the cache does not fit; 2 for numbers or heads that have no kernel here.
+int ladderize_attend_prompt(int type, const Heads *size, const void *query, const Cache *cache, float scale, void *out,
+                            int threads) {
+    if (!has_room(*cache, *size, size->tokens)) return 1;
+    return type && attend_prompt(*size, (const bfloat16 *)query, *cache, scale, (bfloat16 *)out, threads) ? 0 : 2;
 }
 }

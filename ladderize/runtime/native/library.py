@@ -36,6 +36,12 @@ class Heads(Structure):
     _fields_ = tuple((name, c_int64) for name in ("batch", "tokens", "heads", "kv_heads", "dim"))
 
 
+class Packed(Structure):
+    """A weight in oneDNN's blocked layout; see kernels.cpp."""
+
+    _fields_ = (("numbers", c_void_p), ("outputs", c_int64), ("depth", c_int64), ("width", c_int64))
+
+
 SIGNATURES = {
     "rms_norm": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int),
     "gated": (c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int),
@@ -45,6 +51,8 @@ SIGNATURES = {
     "attend": (
         *(c_int, POINTER(Heads), c_void_p, POINTER(Cache), c_void_p, c_int64, c_int64, c_float, c_void_p, c_int),
     ),
+    "attend_prompt": (c_int, POINTER(Heads), c_void_p, POINTER(Cache), c_float, c_void_p, c_int),
+    "product": (c_int, c_void_p, c_int64, POINTER(Packed), c_void_p, c_void_p, c_int),
     "sum": (c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int),
 }
 
@@ -113,7 +121,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
     for name, arguments in SIGNATURES.items():
         function = getattr(library, f"ladderize_{name}")
         function.argtypes = arguments
-        function.restype = c_int if name in ("rotate", "attend") else None
+        function.restype = c_int if name in ("rotate", "attend", "attend_prompt", "product") else None
     return library
 
 
