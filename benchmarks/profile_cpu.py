@@ -18,12 +18,14 @@ from decode_cpu import in_group, make_model
 
 STEPS = 16
 NAMES = {"rms_norm": "norms", "gated": "silu * up", "rotate": "rope, KV cache", "attend": "attention"}
+NAMES |= {"attend_prompt": "attention", "product": "products"}
 
 
 def profiled(rank: int, store: str, folder: str, batch: int, prompt: int, rounds: int, results: str) -> None:
     import torch
 
     in_group(rank, store)
+    from ladderize.ranks.device import set_up_heap
     from ladderize.ranks.group import Ranks
     from ladderize.runtime import cpu_operations
     from ladderize.runtime.collectives.choose import choose
@@ -45,10 +47,11 @@ def profiled(rank: int, store: str, folder: str, batch: int, prompt: int, rounds
         return call
 
     Linear.__call__ = timed("products", Linear.__call__)
-    cpu_operations.attend = timed("attention", cpu_operations.attend)  # of prompts
+    cpu_operations.attend = timed("attention", cpu_operations.attend)  # of prompts, where no kernel has it
     SharedMemory._take = timed("waiting", SharedMemory._take)
     SharedMemory._post = timed("copies to shared memory", SharedMemory._post)
     SharedMemory._sum = timed("sums, residual", SharedMemory._sum)
+    set_up_heap()
     group = Ranks(rank, 2, torch.device("cpu"))
     collectives, _ = choose("shm", group, max_bytes=4 * prompt * 8192 * batch)
     weights = WeightCache(group.device, pack=True)

@@ -1,4 +1,4 @@
-"""The operations between a layer's products by the kernels of native/kernels.cpp: on a CPU, without gradients."""
+"""A layer's operations by the kernels of native/kernels.cpp: on a CPU, without gradients."""
 
 import ctypes
 from ctypes import byref

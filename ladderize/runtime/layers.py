@@ -20,7 +20,7 @@ class Linear:
     packed bfloat16 product of one token reads memory about 1.5 times as fast as F.linear, which reorders as it goes; a
     packed float32 one gains a fifth on prompts (benchmarks/decode_cpu.py measures both).
 
-    packed: where oneDNN has put the weight's numbers, if kernels.cpp can read them."""
+    packed: where oneDNN has put the weight's numbers, if our own kernels can read them."""
 
     __slots__ = ("bias", "is_packed", "packed", "weight")
 
@@ -87,8 +87,8 @@ def packable_dtypes() -> tuple[torch.dtype, ...]:
 
 
 def packed_numbers(weight: Tensor, packed: Tensor) -> Packed | None:
-    """Return where oneDNN has put the numbers of ``weight`` [outputs, depth]; None for an order that kernels.cpp does
-    not read. oneDNN chooses the order, and does not tell it: so the first block is compared with the weight."""
+    """Return where oneDNN has put the numbers of ``weight`` [outputs, depth]; None for an order that native/products.h
+    does not know. oneDNN chooses it, and does not tell: so the first block is compared with the weight."""
     (outputs, depth), width = weight.shape, packed_width(weight.dtype)
     if width is None or not is_packed_by(width, weight, packed):
         return None
@@ -104,7 +104,7 @@ def packed_width(dtype: torch.dtype) -> int | None:
 
 
 def is_packed_by(width: int, weight: Tensor, packed: Tensor) -> bool:
-    """Return whether ``packed`` has the size, and its first block the order, that kernels.cpp describes."""
+    """Return whether ``packed`` has the size, and its first block the order, that native/products.h describes."""
     (outputs, depth), itemsize, pair = weight.shape, weight.itemsize, 4 // weight.itemsize
     size = width * depth * itemsize
     if depth % pair or torch.ops.mkldnn._nbytes(packed) != -(-outputs // width) * size:

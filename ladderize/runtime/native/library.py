@@ -1,4 +1,4 @@
-"""The kernels of kernels.cpp for Python, compiled for this CPU at first use, and kept: a compiler that knows it writes
+"""The kernels in C++ for Python, compiled for this CPU at first use, and kept: a compiler that knows it writes
 faster code than a package that must run on all of them can hold."""
 
 import contextlib
@@ -24,7 +24,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class Cache(Structure):
-    """One layer's keys and values; see kernels.cpp."""
+    """One layer's keys and values; see between.h."""
 
     _fields_ = (
         *(("keys", c_void_p), ("values", c_void_p), ("row", c_int64), ("head", c_int64)),
@@ -37,7 +37,7 @@ class Heads(Structure):
 
 
 class Packed(Structure):
-    """A weight in oneDNN's blocked layout; see kernels.cpp."""
+    """A weight as oneDNN packs it; see products.h."""
 
     _fields_ = (("numbers", c_void_p), ("outputs", c_int64), ("depth", c_int64), ("width", c_int64))
 
@@ -101,7 +101,8 @@ def kernels() -> ctypes.CDLL | str:
         compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
         if compiler is None:
             return f"no C++ compiler was found ({', '.join(COMPILERS)})"
-        made_of = (SOURCE.read_text(encoding="utf-8"), compiler, *FLAGS, _cpu())
+        sources = [path.read_text(encoding="utf-8") for path in sorted(SOURCE.parent.glob("*.h"))]
+        made_of = (SOURCE.read_text(encoding="utf-8"), *sources, compiler, *FLAGS, _cpu())
         name = f"kernels-{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:24]}.so"
         with temporary_folder("kernels") as temporary:
             path = (_cache_folder() or temporary) / name

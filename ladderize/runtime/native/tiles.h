@@ -1,0 +1,196 @@
+// Products of few rows, and the attention of a prompt, by tiles of bfloat16 (AMX).
+#pragma once
+
+#include <sys/syscall.h>
+#include <unistd.h>
+#include <vector>
+
+#include "attention.h"
+#include "products.h"
+
+namespace {
+
+constexpr int64_t TILE = 16; // rows of a tile, and the words of each
+
+// Linux lends a process its tiles when it asks (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+const bool has_tiles = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+
+// Tiles 0 to 3 hold the sums of two tiles of rows and two of outputs, 4 and 5 the rows, 6 and 7 the weights.
+struct Tiles {
+    explicit Tiles(int64_t rows) {
+        struct alignas(64) {
+            uint8_t palette = 1, rest[15] = {};
+            uint16_t bytes[16] = {};
+            uint8_t rows[16] = {};
+        } sizes;
+        const int64_t first = rows < TILE ? rows : TILE, second = rows - first;
+        const int64_t of_tile[] = {first, first, second, second, first, second, TILE, TILE};
+        for (int tile = 0; tile < 8; ++tile) sizes.rows[tile] = of_tile[tile], sizes.bytes[tile] = of_tile[tile] ? 64 : 0;
+        _tile_loadconfig(&sizes);
+    }
+    ~Tiles() { _tile_release(); }
+};
+
+// BOTH: whether there are two tiles of rows. Strides are in bytes.
+template <bool BOTH> inline void clear_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (BOTH) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+}
+
+template <bool BOTH> inline void store_sums(float *sums, int64_t stride) {
+    _tile_stored(0, sums, stride);
+    _tile_stored(1, sums + TILE, stride);
+    if (BOTH) {
+        _tile_stored(2, (char *)sums + TILE * stride, stride);
+        _tile_stored(3, (char *)(sums + TILE) + TILE * stride, stride);
+    }
+}
+
+// Adds the products of 2 * TILE numbers of each row with a tile of words for TILE outputs, and with the one beside it.
+template <bool BOTH>
+inline void add_tiles(const bfloat16 *rows, int64_t row_stride, const void *words, const void *beside, int64_t stride) {
+    _tile_loadd(6, words, stride);
+    _tile_loadd(7, beside, stride);
+    _tile_loadd(4, rows, row_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (BOTH) {
+        _tile_loadd(5, (const char *)rows + TILE * row_stride, row_stride);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+// As `multiply`, of up to 2 * TILE rows.
+template <bool BOTH>
+void multiply_tiles(const bfloat16 *x, int64_t rows, const Packed &weight, const bfloat16 *bias, int64_t output,
+                    bfloat16 *out) {
+    constexpr int64_t WIDTH = 2 * TILE, STRIDE = WIDTH * sizeof(float); // of the weight's words, and of sums
+    const int64_t row_stride = weight.depth * sizeof(bfloat16);
+    const char *words = (const char *)weight.numbers + output * row_stride;
+    clear_sums<BOTH>();
+    for (int64_t i = 0; i < weight.depth; i += 2 * TILE, words += TILE * STRIDE) {
+        look_ahead(words, TILE * STRIDE);
+        add_tiles<BOTH>(x + i, row_stride, words, words + STRIDE / 2, STRIDE);
+    }
+    float sums[2 * TILE][WIDTH];
+    store_sums<BOTH>(sums[0], STRIDE);
+    for (int64_t row = 0; row < rows; ++row) put_sums(sums[row], row, output, WIDTH, weight, bias, out);
+}
+
+bool product_of_tiles(const bfloat16 *x, int64_t rows, const Packed &weight, const bfloat16 *bias, bfloat16 *out,
+                      int threads) {
+    if (!has_tiles || rows > 2 * TILE || weight.width != 2 * TILE || weight.depth % (2 * TILE)) return false;
+    const auto kernel = rows > TILE ? multiply_tiles<true> : multiply_tiles<false>;
+#pragma omp parallel if (threads > 1) num_threads(threads)
+    {
+        const Tiles tiles(rows);
+#pragma omp for
+        for (int64_t output = 0; output < weight.outputs; output += weight.width) kernel(x, rows, weight, bias, output, out);
+    }
+    return true;
+}
+
+// ---- attention of a prompt ----
+
+constexpr int64_t QUERIES = 2 * TILE, KEYS = 256; // tokens that look together, and columns that they look at at once
+
+inline void store(bfloat16 *to, Vector x) {
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+}
+
+inline uint32_t pair_of(bfloat16 low, bfloat16 high) { return low.bits | uint32_t(high.bits) << 16; }
+
+// Makes words of one head's keys and values, [tokens, dim] each, as if there were `columns` tokens, the last ones zeros.
+// A key's word has two neighbours of one column, [columns / TILE][dim / 2][TILE]; a value's has one number of two
+// columns, [columns / 2][dim].
+void pack_head(const bfloat16 *keys, const bfloat16 *values, int64_t tokens, int64_t columns, int64_t dim,
+               uint32_t *key_words, uint32_t *value_words) {
+    constexpr bfloat16 NONE = {0};
+    for (int64_t column = 0; column < columns; ++column) {
+        const bfloat16 *key = keys + column * dim;
+        uint32_t *to = key_words + column / TILE * TILE * (dim / 2) + column % TILE;
+        for (int64_t i = 0; i < dim / 2; ++i) to[i * TILE] = column < tokens ? pair_of(key[2 * i], key[2 * i + 1]) : 0;
+    }
+    for (int64_t column = 0; column < columns; column += 2, value_words += dim) {
+        const bfloat16 *low = values + column * dim, *high = low + dim;
+        for (int64_t i = 0; i < dim; ++i)
+            value_words[i] = pair_of(column < tokens ? low[i] : NONE, column + 1 < tokens ? high[i] : NONE);
+    }
+}
+
+// The attention of QUERIES tokens of one head to themselves and those before, from token `first` on, of which there are
+// `count`. query, out: of these, `stride` numbers from one token's to the next (FlashAttention, arXiv 2205.14135).
+void attend_block(const bfloat16 *query, int64_t first, int64_t count, int64_t stride, int64_t dim, float scale,
+                  const uint32_t *key_words, const uint32_t *value_words, bfloat16 *out) {
+    bfloat16 rows[QUERIES * dim], shares[QUERIES][KEYS];
+    float sums[QUERIES * dim], scores[QUERIES][KEYS], most[QUERIES], total[QUERIES];
+    for (int64_t q = 0; q < QUERIES; ++q) {
+        most[q] = NOTHING, total[q] = 0;
+        for (int64_t i = 0; i < dim; ++i) rows[q * dim + i] = q < count ? query[q * stride + i] : bfloat16{0};
+        for (int64_t i = 0; i < dim; ++i) sums[q * dim + i] = 0;
+    }
+    for (int64_t begin = 0; begin < first + count; begin += KEYS) {
+        const int64_t left = first + QUERIES - begin, columns = left < KEYS ? left : KEYS;
+        for (int64_t column = 0; column < columns; column += 2 * TILE) {
+            const uint32_t *words = key_words + (begin + column) * (dim / 2);
+            clear_sums<true>();
+            for (int64_t i = 0; i < dim; i += 2 * TILE, words += TILE * TILE)
+                add_tiles<true>(rows + i, dim * sizeof(bfloat16), words, words + TILE * (dim / 2), LINE);
+            store_sums<true>(scores[0] + column, KEYS * sizeof(float));
+        }
+        for (int64_t q = 0; q < QUERIES; ++q) {
+            const int64_t all = first + q + 1 - begin, seen = all < columns ? all : columns;
+            const float shrink = soften(scores[q], seen, scale, most[q], total[q]);
+            for (int64_t i = (seen + LANES - 1) / LANES * LANES; i < columns; i += LANES) store(scores[q] + i, Vector{});
+            for (int64_t i = 0; i < columns; i += LANES) store(shares[q] + i, load(scores[q] + i));
+            if (shrink != 1)
+                for (int64_t i = 0; i < dim; ++i) sums[q * dim + i] *= shrink;
+        }
+        for (int64_t i = 0; i < dim; i += 2 * TILE) {
+            const uint32_t *words = value_words + begin / 2 * dim + i;
+            float *to = sums + i, *below = to + TILE * dim;
+            const int64_t bytes = dim * sizeof(float);
+            _tile_loadd(0, to, bytes);
+            _tile_loadd(1, to + TILE, bytes);
+            _tile_loadd(2, below, bytes);
+            _tile_loadd(3, below + TILE, bytes);
+            for (int64_t column = 0; column < columns; column += 2 * TILE, words += TILE * dim)
+                add_tiles<true>(shares[0] + column, KEYS * sizeof(bfloat16), words, words + TILE, bytes);
+            store_sums<true>(to, bytes);
+        }
+    }
+    for (int64_t q = 0; q < count; ++q)
+        for (int64_t i = 0; i < dim; ++i) put(out[q * stride + i], sums[q * dim + i] / total[q]);
+}
+
+bool attend_prompt(const Heads &size, const bfloat16 *query, const Cache &cache, float scale, bfloat16 *out, int threads) {
+    const int64_t tokens = size.tokens, dim = size.dim, stride = size.heads * dim, group = size.heads / size.kv_heads;
+    const int64_t columns = (tokens + QUERIES - 1) / QUERIES * QUERIES;
+    if (!has_tiles || dim % (2 * TILE) || cache.column) return false;
+#pragma omp parallel if (threads > 1) num_threads(threads)
+    {
+        const Tiles tiles(QUERIES);
+        std::vector<uint32_t> key_words(columns * dim / 2), value_words(columns * dim / 2);
+#pragma omp for
+        for (int64_t place = 0; place < size.batch * size.kv_heads; ++place) {
+            const int64_t row = place / size.kv_heads, head = place % size.kv_heads, at = cache.place(row, head);
+            pack_head((const bfloat16 *)cache.keys + at, (const bfloat16 *)cache.values + at, tokens, columns, dim,
+                      key_words.data(), value_words.data());
+            for (int64_t first = 0; first < tokens; first += QUERIES)
+                for (int64_t number = head * group; number < (head + 1) * group; ++number) {
+                    const int64_t from = (row * tokens + first) * stride + number * dim;
+                    const int64_t left = tokens - first, count = left < QUERIES ? left : QUERIES;
+                    attend_block(query + from, first, count, stride, dim, scale, key_words.data(), value_words.data(),
+                                 out + from);
+                }
+        }
+    }
+    return true;
+}
+
+} // namespace
