@@ -13,7 +13,6 @@ does nothing else.
 import argparse
 import json
 import os
-import platform
 import select
 import subprocess
 import tempfile
@@ -27,6 +26,7 @@ SHAPE = ROOT / "benchmarks" / "shapes" / "200m.json"
 PYTHONS = {"ladderize": ROOT / ".venv" / "bin" / "python", "vllm": ROOT / ".venv-vllm" / "bin" / "python"}
 ENGINES = {"ladderize": "runtime", "vllm": "vllm"}
 IN_TURN = ROOT / "benchmarks" / "in_turn.py"
+SAME_HEAP = "AGAINST_VLLM_SAME_HEAP"  # for in_turn.py
 PHASES = ("prefill", "decode")
 MAKE = "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; "
 MAKE += "from decode_cpu import make_model; make_model('model', Path(sys.argv[2]))"
@@ -144,10 +144,13 @@ def main() -> None:
     parser.add_argument("--shape", type=Path, default=SHAPE)
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--same-heap", action="store_true", help="vLLM, too, takes huge pages and keeps freed memory")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if missing := [str(path) for path in (*PYTHONS.values(), args.shape) if not path.exists()]:
         raise SystemExit(f"{', '.join(missing)} is missing; environments: make .venv/.installed .venv-vllm/.installed")
+    if args.same_heap:
+        os.environ[SAME_HEAP] = "1"
     batch_sizes = [int(size) for size in args.batch_size.split(",")]
     options = {"tp_size": 2, "batch_sizes": batch_sizes, "prompt_len": args.prompt_len, "output_len": args.output_len}
     options |= {"warmup": args.warmup, "repeat": args.pairs}
@@ -172,7 +175,6 @@ def main() -> None:
     if args.out:
         record = {
             "schema_version": 2,
-            "processor": platform.processor() or platform.machine(),
             "shape": json.loads(args.shape.read_text()),
             "options": {key: str(value) for key, value in vars(args).items() if key != "out"},
             "greedy_tokens": made["vllm"],

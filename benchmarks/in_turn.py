@@ -13,11 +13,12 @@ from dataclasses import replace
 from multiprocessing.connection import Client
 from pathlib import Path
 
+from ladderize.ranks.device import set_up_heap
 from ladderize.runtime.bench import inference, rounds
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.vllm import bench as vllm
 
-ADDRESS, ENGINE = "AGAINST_VLLM_ADDRESS", "AGAINST_VLLM_ENGINE"
+ADDRESS, ENGINE, SAME_HEAP = "AGAINST_VLLM_ADDRESS", "AGAINST_VLLM_ENGINE", "AGAINST_VLLM_SAME_HEAP"
 OURS, VLLMS = inference.measure_models, vllm.measure_vllm
 
 
@@ -27,6 +28,8 @@ def measure_models(*arguments):
 
 
 def measure_vllm(*arguments):
+    if os.environ.get(SAME_HEAP):
+        set_up_heap()
     take_turns()
     return VLLMS(*arguments)
 

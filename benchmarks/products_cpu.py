@@ -3,15 +3,16 @@
     python benchmarks/products_cpu.py [--out benchmarks/results/products_cpu.json]
 
 One thread. ``plain`` is F.linear by PyTorch's own loops, which is what bfloat16 gets where oneDNN does not multiply it;
-``packed`` is oneDNN's product with a weight in its blocked layout. With the limit ``avx2`` both are kept to AVX2, so
-that this machine stands for one that has no more; PyTorch then refuses to pack bfloat16 there, as it would here if the
-processor had no AVX512, and nothing is measured in its place. Weights are rotated, so that no cache holds one.
+``packed`` is oneDNN's product with a weight in its blocked layout, ``own`` the runtime's with the same weight, which
+has a kernel for few rows. Weights lie in huge pages, as the runtime's do, but for ``packed, small pages``. With the
+limit ``avx2`` all is kept to AVX2, so that this machine stands for one that has no more; PyTorch then refuses to pack
+bfloat16, and nothing is measured in its place; ``bf16`` leaves out the tiles (AMX). Weights are rotated, so that no
+cache holds one.
 """
 
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,9 +24,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LIMITS = {"none": {}, "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}}
+from ladderize.ranks.device import processor, set_up_heap
+from ladderize.runtime.cpu_operations import CpuOperations
+from ladderize.runtime.layers import Linear
+from ladderize.runtime.native.library import kernels
+
+LIMITS = {
+    "none": {},
+    "bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "CXX": "g++ -mno-amx-bf16"},
+    "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "CXX": "g++ -mno-avx512f -mno-amx-bf16"},
+}
 SIZES = ((4096, 1024), (1024, 2048))  # out, in
-WEIGHTS, ROUNDS = 8, 7
+WEIGHTS, ROUNDS = 16, 15
 
 
 def plain(weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -41,23 +51,34 @@ def packed(weight: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.ops.mkldnn._linear_pointwise.default(x, reordered, None, "none", [], "")
 
 
+def own(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    linear, operations = Linear(weight, pack=True), CpuOperations(kernels())
+    return lambda x: operations.product(linear, x)
+
+
 def measure(limit: str) -> list[dict]:
     torch.set_num_threads(1)
-    kinds = {"bfloat16 plain": (torch.bfloat16, plain), "float32 packed": (torch.float32, packed)}
-    if limit == "none":
-        kinds["bfloat16 packed"] = torch.bfloat16, packed
-    rows = []
+    kinds = {}
+    if limit != "avx2":
+        of_bfloat16 = {"packed, small pages": packed, "packed": packed, "own": own}
+        kinds |= {f"bfloat16 {name}": (torch.bfloat16, make) for name, make in of_bfloat16.items()}
+    kinds |= {"bfloat16 plain": (torch.bfloat16, plain)}
+    kinds |= {f"float32 {make.__name__}": (torch.float32, make) for make in (packed, own)}
+    rows: list[dict] = []
+    products: dict[tuple, list[Callable[[Tensor], Tensor]]] = {}
+    for name, (dtype, make) in kinds.items():
+        if "small pages" not in name:
+            set_up_heap()
+        for size in SIZES:
+            products[name, size] = [make(torch.randn(size).to(dtype)) for _ in range(WEIGHTS)]
     for size in SIZES:
-        products = {
-            name: [make(torch.randn(size).to(dtype)) for _ in range(WEIGHTS)] for name, (dtype, make) in kinds.items()
-        }
-        for tokens in (1, 8, 128):
+        for tokens in (1, 8, 32, 128):
             samples: dict[str, list[float]] = {name: [] for name in kinds}
             for number in range(ROUNDS + 1):
-                for name, multiplications in products.items():
+                for name in kinds:
                     x = torch.randn(tokens, size[1]).to(kinds[name][0])
                     begin = time.perf_counter()
-                    for multiply in multiplications:
+                    for multiply in products[name, size]:
                         multiply(x)
                     if number:  # the first is a warm-up
                         samples[name].append(1e3 * (time.perf_counter() - begin) / WEIGHTS)
@@ -83,7 +104,7 @@ def main() -> None:
         listed = ", ".join(f"{name} {median:.2f}" for name, median in row["median_ms"].items())
         print(f"{row['limit']}, {row['size']}, {row['rows']} rows: {listed} ms")
     if args.out:
-        record = {"schema_version": 1, "processor": platform.processor(), "torch": torch.__version__, "rows": rows}
+        record = {"schema_version": 2, "processor": processor(), "torch": torch.__version__, "rows": rows}
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -210,7 +210,7 @@ def test_parts_of_a_prompt(compiled, dtype, dim):
 INSTRUCTIONS = {
     "all": ("amx_bf16", ""),
     "no tiles": ("avx512_bf16", "-mno-amx-bf16"),
-    "no bfloat16": ("avx512f", "-mno-amx-bf16 -mno-avx512bf16"),
+    "no bfloat16": ("avx512_bf16", "-mno-amx-bf16 -mno-avx512bf16"),
 }
 
 

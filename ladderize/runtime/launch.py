@@ -62,6 +62,7 @@ def run(
     report: Report = ignore,
     timeout: timedelta = INFERENCE_TIMEOUT,
     stoppable: bool = False,
+    own_heap: bool = True,
 ) -> Any:
     """Call ``function(ranks, *args)`` on every rank of a group and return what rank 0 returned.
 
@@ -71,14 +72,15 @@ def run(
     threads: of each rank; None: this host's cores are divided among the ranks.
     report: is called in this process with each value that rank 0 gives to ``ranks.report``, as soon as it comes.
     stoppable: SIGTERM and Ctrl-C are passed on to the ranks, which save and end.
+    own_heap: whether CPU ranks set up their heaps, as all that is ladderize's own does.
     """
     check_group_size(tp_size, device)
     launch = launched()
     if launch != ALONE or tp_size == 1:
-        return _work_as_rank(launch, report, function, args, device, threads, timeout)
+        return _work_as_rank(launch, report, function, args, device, threads, timeout, own_heap)
     places = [Place(rank, tp_size, rank, tp_size) for rank in range(tp_size)]
     with temporary_folder("group") as folder:
-        arguments = (function, args, device, threads, timeout, f"file://{folder / 'store'}")
+        arguments = (function, args, device, threads, timeout, own_heap, f"file://{folder / 'store'}")
         return run_processes(_work_as_rank, arguments, places, report, stoppable=stoppable)
 
 
@@ -90,6 +92,7 @@ def _work_as_rank(
     device: str,
     threads: int | None,
     timeout: timedelta,
+    own_heap: bool,
     meeting: str | None = None,
 ) -> Any:
     """Call ``function`` as one rank of a group. One that this process has joined before is used, and stays.
@@ -97,7 +100,7 @@ def _work_as_rank(
     if meeting is not None and device == "cpu":
         threads = take_cores(launch.local_rank, launch.local_size, threads)
     set_threads(threads, launch.local_size)
-    if device == "cpu":
+    if device == "cpu" and own_heap:
         set_up_heap()
     stays = dist.is_initialized()
     ranks = join_group(launch, device, timeout=timeout, init_method=meeting or "env://")

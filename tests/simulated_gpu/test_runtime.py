@@ -69,11 +69,11 @@ def clear_inputs(folder, sampling):
         host = opened(folder, torch.device("cpu"), Alike(RANKS), 3, 20)
         expected = run(host, *inputs, sampling)
 
-        def noisy(take=host.model.weights.take_head):
-            head = take()
-            return lambda states: (logits := head(states)) + 1e-5 * torch.randn_like(logits)
+        def noisy(linear, x, model=host.model, exact=host.model.operations.product):
+            product = exact(linear, x)
+            return product + 1e-5 * torch.randn_like(product) if linear is model.head else product
 
-        with mock.patch.object(host.model.weights, "take_head", noisy):
+        with mock.patch.object(host.model.operations, "product", noisy):
             if all(torch.equal(run(host, *inputs, sampling)[2], expected[2]) for _ in range(12)):
                 return inputs, expected
 

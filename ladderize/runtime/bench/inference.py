@@ -86,7 +86,12 @@ def run_and_show(
     work, device = (measure, models, options, console), options.device or default_device()
     try:
         document: BenchDocument = run(
-            *work, tp_size=options.tp_size, device=device, threads=options.threads, report=keep
+            *work,
+            tp_size=options.tp_size,
+            device=device,
+            threads=options.threads,
+            report=keep,
+            own_heap=options.engine == "runtime",  # vLLM is timed as it starts
         )
         if is_main_rank():
             keep(document)
