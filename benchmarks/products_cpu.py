@@ -35,7 +35,7 @@ LIMITS = {
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "CXX": "g++ -mno-avx512f -mno-amx-bf16"},
 }
 SIZES = ((4096, 1024), (1024, 2048))  # out, in
-WEIGHTS, ROUNDS = 16, 15
+WEIGHTS, ROUNDS = 16, 5
 
 
 def plain(weight: Tensor) -> Callable[[Tensor], Tensor]:

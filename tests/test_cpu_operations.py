@@ -250,6 +250,7 @@ def test_products_of_few_rows(by_instructions, by_onednn, dtype, biased, threads
         assert_as_good(operations.product(linear, x), plain(x), exact)
         assert by_onednn == [rows] * (rows > most) + [rows]
         by_onednn.clear()
+    assert operations.product(linear, torch.empty(0, depth, dtype=dtype)).shape == (0, outputs)
     x = torch.randn(3, 2, depth).to(dtype)
     x[1] = torch.nan
     assert operations.product(linear, x[:, 0]).isnan().all(1).tolist() == [False, True, False]

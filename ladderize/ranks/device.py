@@ -76,8 +76,8 @@ def set_up_heap() -> None:
     """Make glibc's malloc keep what is freed, and take huge pages.
 
     New memory comes from the kernel one page fault at a time: a sixth of a CPU's time on prompts of 8 x 1,024 tokens.
-    And weights that fill no cache are read 7 to 15 % faster where pages are huge (docs/runtime.md). The heap grows by
-    addresses alone here; memory is taken when it is first written to.
+    And weights that no cache holds are read up to a quarter faster where pages are huge (docs/runtime.md). The heap
+    grows by addresses alone here; memory is taken when it is first written to.
     """
     import torch
 

@@ -32,7 +32,7 @@ class CpuOperations(Operations):
     def product(self, linear: Linear, x: Tensor) -> Tensor:
         packed, depth = linear.packed, x.shape[-1]
         rows = x.numel() // depth
-        if packed is None or rows > MOST_ROWS or x.dtype != linear.weight.dtype or depth != packed.depth:
+        if packed is None or not 0 < rows <= MOST_ROWS or x.dtype != linear.weight.dtype or depth != packed.depth:
             return linear(x)
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], packed.outputs)
