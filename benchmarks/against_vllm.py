@@ -136,11 +136,15 @@ def failed(engine: str, work: Path) -> SystemExit:
     return SystemExit(f"{engine} failed:\n{(work / f'{engine}.log').read_text()}")
 
 
+def sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=15, help="samples of either engine")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--batch-size", default="1,8")
+    parser.add_argument("--batch-size", default="1,8", type=sizes)
     parser.add_argument("--shape", type=Path, default=SHAPE)
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
@@ -151,9 +155,8 @@ def main() -> None:
         raise SystemExit(f"{', '.join(missing)} is missing; environments: make .venv/.installed .venv-vllm/.installed")
     if args.same_heap:
         os.environ[SAME_HEAP] = "1"
-    batch_sizes = [int(size) for size in args.batch_size.split(",")]
-    options = {"tp_size": 2, "batch_sizes": batch_sizes, "prompt_len": args.prompt_len, "output_len": args.output_len}
-    options |= {"warmup": args.warmup, "repeat": args.pairs}
+    options = {"tp_size": 2, "batch_sizes": args.batch_size, "warmup": args.warmup, "repeat": args.pairs}
+    options |= {"prompt_len": args.prompt_len, "output_len": args.output_len}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         run("ladderize", ["-c", MAKE, str(ROOT / "benchmarks"), str(args.shape.resolve())], work)
@@ -164,7 +167,7 @@ def main() -> None:
         print("32 greedy tokens of 4 prompts are equal", flush=True)
         documents = alternate(options, work)
     print(f"{'':18}{'ladderize ms':>14}{'vLLM ms':>10}{'ratio':>8}   95 % interval   of the fastest")
-    table = [row_of(documents, phase, batch) for phase in PHASES for batch in batch_sizes]
+    table = [row_of(documents, phase, batch) for phase in PHASES for batch in args.batch_size]
     for row in table:
         ours, theirs = row["median_ms"].values()
         low, high = row["interval"]

@@ -13,12 +13,14 @@ from dataclasses import replace
 from multiprocessing.connection import Client
 from pathlib import Path
 
+from against_vllm import SAME_HEAP
+
 from ladderize.ranks.device import set_up_heap
 from ladderize.runtime.bench import inference, rounds
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.vllm import bench as vllm
 
-ADDRESS, ENGINE, SAME_HEAP = "AGAINST_VLLM_ADDRESS", "AGAINST_VLLM_ENGINE", "AGAINST_VLLM_SAME_HEAP"
+ADDRESS, ENGINE = "AGAINST_VLLM_ADDRESS", "AGAINST_VLLM_ENGINE"
 OURS, VLLMS = inference.measure_models, vllm.measure_vllm
 
 
