@@ -236,15 +236,15 @@ def by_onednn(monkeypatch):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_of_few_rows(by_instructions, by_onednn, dtype, biased, threads):
+def test_products(by_instructions, by_onednn, dtype, biased, threads):
     operations, has_tiles = by_instructions
     operations.threads = threads
     outputs, depth = some(5, 32, 33, 64, 100, 1000), some(32, 64, 96, 352)
     weight = (torch.randn(outputs, depth) * depth**-0.5).to(dtype)
     bias = torch.randn(outputs).to(dtype) if biased else None
     linear, plain = Linear(weight, bias, pack=True), Linear(weight, bias)
-    most = 32 if has_tiles and dtype == torch.bfloat16 else 8
-    for rows in (1, 2, 3, 5, 8, 9, 16, 17, 31, 32, 33):
+    most = float("inf") if has_tiles and dtype == torch.bfloat16 else 8
+    for rows in (1, 2, 3, 5, 8, 9, 16, 17, 31, 32, 33, some(64, 65, 100, 300)):
         x = torch.randn(2, rows, depth).to(dtype)[1:]
         exact = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
         assert_as_good(operations.product(linear, x), plain(x), exact)
@@ -254,6 +254,17 @@ def test_products_of_few_rows(by_instructions, by_onednn, dtype, biased, threads
     x = torch.randn(3, 2, depth).to(dtype)
     x[1] = torch.nan
     assert operations.product(linear, x[:, 0]).isnan().all(1).tolist() == [False, True, False]
+
+
+def test_products_that_no_cache_holds(compiled):
+    """By tiles they are multiplied in parts, and go to memory past the caches, but for outputs that fill no line."""
+    depth, rows = some(2048, 4096), some(600, 640, 701)
+    for outputs in (1024, 1000):
+        weight, x = torch.randn(outputs, depth) * depth**-0.5, torch.randn(rows, depth)
+        weight, x = weight.bfloat16(), x.bfloat16()
+        exact = torch.nn.functional.linear(x.float(), weight.float())
+        plain = torch.nn.functional.linear(x, weight)
+        assert_as_good(compiled.product(Linear(weight, pack=True), x), plain, exact)
 
 
 def test_products_of_an_order_that_is_not_known(compiled, by_onednn, monkeypatch):

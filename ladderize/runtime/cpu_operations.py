@@ -14,8 +14,6 @@ from ladderize.runtime.native.library import TYPES, Cache, Heads, address
 from ladderize.runtime.operations import Operations, attend
 from ladderize.runtime.step import Step
 
-MOST_ROWS = 32  # of a product by ``kernels``; oneDNN's is as fast with more
-
 
 class CpuOperations(Operations):
     """Results are those of ``Operations``, up to rounding, in float32 and bfloat16. ``library``: of ``kernels``."""
@@ -32,7 +30,7 @@ class CpuOperations(Operations):
     def product(self, linear: Linear, x: Tensor) -> Tensor:
         packed, depth = linear.packed, x.shape[-1]
         rows = x.numel() // depth
-        if packed is None or not 0 < rows <= MOST_ROWS or x.dtype != linear.weight.dtype or depth != packed.depth:
+        if packed is None or rows == 0 or x.dtype != linear.weight.dtype or depth != packed.depth:
             return linear(x)
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], packed.outputs)

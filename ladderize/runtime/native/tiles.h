@@ -1,6 +1,9 @@
-// Products of few rows, and the attention of a prompt, by tiles of bfloat16 (AMX).
+// Products, and the attention of a prompt, by tiles of bfloat16 (AMX).
 #pragma once
 
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
 #include <sys/syscall.h>
 #include <unistd.h>
 #include <vector>
@@ -15,6 +18,9 @@ constexpr int64_t TILE = 16; // rows of a tile, and the words of each
 // Linux lends a process its tiles when it asks (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 const bool has_tiles = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 
+// The intrinsics for tiles do not tell GCC what they read: what was stored before could wait until after them.
+inline void finish_stores() { asm volatile("" ::: "memory"); }
+
 // Tiles 0 to 3 hold the sums of two tiles of rows and two of outputs, 4 and 5 the rows, 6 and 7 the weights.
 struct Tiles {
     explicit Tiles(int64_t rows) {
@@ -26,6 +32,7 @@ struct Tiles {
         const int64_t first = rows < TILE ? rows : TILE, second = rows - first;
         const int64_t of_tile[] = {first, first, second, second, first, second, TILE, TILE};
         for (int tile = 0; tile < 8; ++tile) sizes.rows[tile] = of_tile[tile], sizes.bytes[tile] = of_tile[tile] ? 64 : 0;
+        finish_stores();
         _tile_loadconfig(&sizes);
     }
     ~Tiles() { _tile_release(); }
@@ -33,6 +40,7 @@ struct Tiles {
 
 // BOTH: whether there are two tiles of rows. Strides are in bytes.
 template <bool BOTH> inline void clear_sums() {
+    finish_stores();
     _tile_zero(0);
     _tile_zero(1);
     if (BOTH) {
@@ -65,32 +73,85 @@ inline void add_tiles(const bfloat16 *rows, int64_t row_stride, const void *word
     }
 }
 
-// As `multiply`, of up to 2 * TILE rows.
+inline void store(bfloat16 *to, Vector x) {
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+}
+
+// ---- products ----
+
+// Rows are multiplied in bands of 2 * TILE, [depth / (2 * TILE)][2 * TILE][2 * TILE]: a tile lies in one piece. As many
+// bands as fill half the second cache (2 MB with tiles) meet each block of a weight, so that memory hands it over once.
+constexpr int64_t BAND = 2 * TILE, BANDS_BYTES = 1 << 20;
+
+// Makes `height` rows of a band of `rows` of x [.., depth]; what is beyond them is zeros.
+void pack_band(const bfloat16 *x, int64_t rows, int64_t height, int64_t depth, bfloat16 *band) {
+    for (int64_t row = 0; row < height; ++row)
+        for (int64_t i = 0; i < depth; i += BAND) {
+            const bfloat16 *from = x + row * depth + i;
+            look_ahead(from, BAND);
+            const __m512i line = row < rows ? _mm512_loadu_si512(from) : _mm512_setzero_si512();
+            _mm512_store_si512(band + i * BAND + row * BAND, line);
+        }
+}
+
+// Puts a row of BAND sums. With `streams` it goes to memory past the caches, where it would push out what they hold.
+inline void put_line(const float *sums, const bfloat16 *bias, bool streams, bfloat16 *to) {
+    Vector low = load(sums), high = load(sums + TILE);
+    if (bias) low += load(bias), high += load(bias + TILE);
+    const __m512i line = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    streams ? _mm512_stream_si512((__m512i *)to, line) : _mm512_storeu_si512(to, line);
+}
+
+// A band times the weight's block of BAND outputs from `output` on. `asked`: what to ask for meanwhile, so many lines a
+// step. BOTH: whether the band has more than TILE rows.
 template <bool BOTH>
-void multiply_tiles(const bfloat16 *x, int64_t rows, const Packed &weight, const bfloat16 *bias, int64_t output,
-                    bfloat16 *out) {
-    constexpr int64_t WIDTH = 2 * TILE, STRIDE = WIDTH * sizeof(float); // of the weight's words, and of sums
-    const int64_t row_stride = weight.depth * sizeof(bfloat16);
-    const char *words = (const char *)weight.numbers + output * row_stride;
+void multiply_band(const bfloat16 *band, int64_t rows, const Packed &weight, const bfloat16 *bias, int64_t output,
+                   const char *asked, int64_t lines, bool streams, bfloat16 *out) {
+    constexpr int64_t STRIDE = BAND * sizeof(float); // of the weight's words, and of sums
+    const char *words = (const char *)weight.numbers + output * weight.depth * sizeof(bfloat16);
     clear_sums<BOTH>();
-    for (int64_t i = 0; i < weight.depth; i += 2 * TILE, words += TILE * STRIDE) {
-        look_ahead(words, TILE * STRIDE);
-        add_tiles<BOTH>(x + i, row_stride, words, words + STRIDE / 2, STRIDE);
+    for (int64_t i = 0; i < weight.depth; i += BAND, words += TILE * STRIDE) {
+        for (int64_t line = 0; line < lines; ++line, asked += LINE) __builtin_prefetch(asked);
+        add_tiles<BOTH>(band + i * BAND, LINE, words, words + STRIDE / 2, STRIDE);
     }
-    float sums[2 * TILE][WIDTH];
+    alignas(LINE) float sums[BAND][BAND];
     store_sums<BOTH>(sums[0], STRIDE);
-    for (int64_t row = 0; row < rows; ++row) put_sums(sums[row], row, output, WIDTH, weight, bias, out);
+    for (int64_t row = 0; row < rows; ++row)
+        if (output + BAND <= weight.outputs)
+            put_line(sums[row], bias ? bias + output : nullptr, streams, out + row * weight.outputs + output);
+        else
+            put_sums(sums[row], row, output, BAND, weight, bias, out);
 }
 
 bool product_of_tiles(const bfloat16 *x, int64_t rows, const Packed &weight, const bfloat16 *bias, bfloat16 *out,
                       int threads) {
-    if (!has_tiles || rows > 2 * TILE || weight.width != 2 * TILE || weight.depth % (2 * TILE)) return false;
-    const auto kernel = rows > TILE ? multiply_tiles<true> : multiply_tiles<false>;
+    const int64_t depth = weight.depth, outputs = weight.outputs, size = BAND * depth, bytes = size * sizeof(bfloat16);
+    if (!has_tiles || weight.width != BAND || depth % BAND) return false;
+    const int64_t all = (rows + BAND - 1) / BAND, most = std::max(BANDS_BYTES / bytes, int64_t(1));
+    const int64_t parts = (all + most - 1) / most, bands = (all + parts - 1) / parts, height = std::min(rows, BAND);
+    const std::unique_ptr<bfloat16, void (*)(void *)> packed((bfloat16 *)std::aligned_alloc(LINE, bands * bytes), std::free);
+    if (!packed) return false;
+    const bool streams = rows * outputs * int64_t(sizeof(bfloat16)) >= BANDS_BYTES && outputs % BAND == 0 && uintptr_t(out) % LINE == 0;
+    const auto kernel = rows > TILE ? multiply_band<true> : multiply_band<false>;
 #pragma omp parallel if (threads > 1) num_threads(threads)
     {
-        const Tiles tiles(rows);
+        const Tiles tiles(height);
+        for (int64_t first = 0; first < rows; first += bands * BAND) {
+            const int64_t left = rows - first, count = std::min((left + BAND - 1) / BAND, bands);
 #pragma omp for
-        for (int64_t output = 0; output < weight.outputs; output += weight.width) kernel(x, rows, weight, bias, output, out);
+            for (int64_t band = 0; band < count; ++band)
+                pack_band(x + first * depth + band * size, left - band * BAND, height, depth, packed.get() + band * size);
+            // One band asks for what it reads in a moment; of several each asks for a share of the next block
+            const int64_t lines = (BAND + count - 1) / count, share = lines * LINE * (depth / BAND);
+#pragma omp for
+            for (int64_t output = 0; output < outputs; output += BAND) {
+                const char *asked = (const char *)weight.numbers + output / BAND * bytes + (count > 1 ? bytes : AHEAD);
+                for (int64_t band = 0; band < count; ++band, asked += share)
+                    kernel(packed.get() + band * size, std::min(left - band * BAND, BAND), weight, bias, output, asked, lines,
+                           streams, out + (first + band * BAND) * outputs);
+            }
+        }
+        if (streams) _mm_sfence();
     }
     return true;
 }
@@ -98,10 +159,6 @@ bool product_of_tiles(const bfloat16 *x, int64_t rows, const Packed &weight, con
 // ---- attention of a prompt ----
 
 constexpr int64_t QUERIES = 2 * TILE, KEYS = 256; // tokens that look together, and columns that they look at at once
-
-inline void store(bfloat16 *to, Vector x) {
-    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
-}
 
 inline uint32_t pair_of(bfloat16 low, bfloat16 high) { return low.bits | uint32_t(high.bits) << 16; }
 
@@ -155,6 +212,7 @@ void attend_block(const bfloat16 *query, int64_t first, int64_t count, int64_t s
             const uint32_t *words = value_words + begin / 2 * dim + i;
             float *to = sums + i, *below = to + TILE * dim;
             const int64_t bytes = dim * sizeof(float);
+            finish_stores();
             _tile_loadd(0, to, bytes);
             _tile_loadd(1, to + TILE, bytes);
             _tile_loadd(2, below, bytes);
