@@ -256,6 +256,44 @@ def test_products(by_instructions, by_onednn, dtype, biased, threads):
     assert operations.product(linear, x[:, 0]).isnan().all(1).tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_products(by_instructions, monkeypatch, dtype, biased, threads):
+    """Where up begins within a block, gate and up meet behind the product, as with more rows than a kernel takes."""
+    operations, has_tiles = by_instructions
+    operations.threads, behind = threads, []
+    gated = operations.gated
+    monkeypatch.setattr(operations, "gated", lambda *arguments: (behind.append(rows), gated(*arguments))[1])
+    most = float("inf") if has_tiles and dtype == torch.bfloat16 else 8
+    depth = some(32, 64, 352)
+    for inner in (some(32, 64, 96, 1056), 48):
+        weight = (torch.randn(2 * inner, depth) * depth**-0.5).to(dtype)
+        bias = torch.randn(2 * inner).to(dtype) if biased else None
+        linear = Linear(weight, bias, pack=True)
+        wide = Linear(weight.float(), None if bias is None else bias.float())
+        for rows in (1, 5, 8, 17, 33, some(100, 600)):
+            x = torch.randn(2, rows, depth).to(dtype)[1:]
+            exact = Operations().gated_product(wide, x.float(), SILU)
+            plain = Operations().gated_product(Linear(weight, bias), x, SILU)
+            behind.clear()
+            assert_as_good(operations.gated_product(linear, x, SILU), plain, exact)
+            assert behind == [rows] * (inner == 48 or rows > most)
+    torch.testing.assert_close(operations.gated_product(linear, x, GELU), operations.gated(linear(x), GELU))
+
+
+def test_gates_of_any_size(by_instructions):
+    """The gate is x itself, and up is 1."""
+    operations, _ = by_instructions
+    x = torch.tensor([[-1e4, -100, -88, -20, -1, 0, 1, 20, 88, 100, 1e4]])
+    weight, bias = torch.cat((torch.eye(32), torch.zeros(32, 32))), torch.cat((torch.zeros(32), torch.ones(32)))
+    x = torch.nn.functional.pad(x, (0, 32 - x.shape[1]))
+    for dtype in DTYPES:
+        linear = Linear(weight.to(dtype), bias.to(dtype), pack=True)
+        expected = torch.nn.functional.silu(x.to(dtype).float()).to(dtype)
+        torch.testing.assert_close(operations.gated_product(linear, x.to(dtype), SILU), expected)
+
+
 def test_products_that_no_cache_holds(compiled):
     """By tiles they are multiplied in parts, and go to memory past the caches, but for outputs that fill no line."""
     depth, rows = some(2048, 4096), some(600, 640, 701)
@@ -265,6 +303,10 @@ def test_products_that_no_cache_holds(compiled):
         exact = torch.nn.functional.linear(x.float(), weight.float())
         plain = torch.nn.functional.linear(x, weight)
         assert_as_good(compiled.product(Linear(weight, pack=True), x), plain, exact)
+    weight, x = torch.randn(1088, 2048).bfloat16() / 32, torch.randn(1200, 2048).bfloat16()
+    exact = Operations().gated_product(Linear(weight.float()), x.float(), SILU)
+    plain = Operations().gated_product(Linear(weight), x, SILU)
+    assert_as_good(compiled.gated_product(Linear(weight, pack=True), x, SILU), plain, exact)
 
 
 def test_products_of_an_order_that_is_not_known(compiled, by_onednn, monkeypatch):

@@ -28,15 +28,22 @@ class CpuOperations(Operations):
         self.threads = torch.get_num_threads()
 
     def product(self, linear: Linear, x: Tensor) -> Tensor:
+        out = self._multiplied(linear, x, gated=False)
+        return linear(x) if out is None else out
+
+    def gated_product(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
+        out = None if activation == GELU else self._multiplied(linear, x, gated=True)
+        return super().gated_product(linear, x, activation) if out is None else out
+
+    def _multiplied(self, linear: Linear, x: Tensor, *, gated: bool) -> Tensor | None:
+        """Return the product; None for more rows, or another weight, than the kernels multiply."""
         packed, depth = linear.packed, x.shape[-1]
-        rows = x.numel() // depth
-        if packed is None or rows == 0 or x.dtype != linear.weight.dtype or depth != packed.depth:
-            return linear(x)
+        if packed is None or x.numel() == 0 or x.dtype != linear.weight.dtype or depth != packed.depth:
+            return None
         x = x.contiguous()
-        out = x.new_empty(*x.shape[:-1], packed.outputs)
-        pointers = address(linear.bias), out.data_ptr()
-        failed = self._product(TYPES[x.dtype], x.data_ptr(), rows, byref(packed), *pointers, self.threads)
-        return linear(x) if failed else out
+        out = x.new_empty(*x.shape[:-1], packed.outputs // 2 if gated else packed.outputs)
+        read = TYPES[x.dtype], x.data_ptr(), x.numel() // depth, byref(packed), address(linear.bias)
+        return None if self._product(*read, gated, out.data_ptr(), self.threads) else out
 
     def norm(self, norm: RMSNorm | None, x: Stream) -> Tensor:
         x = whole(x).contiguous()

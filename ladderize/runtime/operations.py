@@ -1,6 +1,6 @@
 """The operations between a layer's products, by PyTorch: on every device, with gradients where they are wanted."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -35,19 +35,17 @@ class Operations:
         values are cached. x: the residual stream [batch, tokens, hidden]. apart: what each virtual rank reads beside x;
         None: all read x alike."""
         kv_heads, outputs = weights.shape.own_kv_heads, []
-        for rank, qkv in enumerate(self.products(weights, x, apart)):
+        for rank, (linear, read) in enumerate(self.inputs(weights, x, apart)):
             kept = cache.kv_heads(rank * kv_heads, (rank + 1) * kv_heads)
-            outputs.append(self.attend_projected(weights, qkv, step, kept))
+            outputs.append(self.attend_projected(weights, self.product(linear, read), step, kept))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
-    def products(self, weights: Sublayer, x: Stream, apart: Apart) -> list[Tensor]:
-        """Return what each virtual rank's first projection makes of the normed stream that it reads."""
+    def inputs(self, weights: Sublayer, x: Stream, apart: Apart) -> Iterator[tuple[Linear, Tensor]]:
+        """Yield each virtual rank's first projection with the normed stream that it reads."""
         x = whole(x)
-        inputs = [x] if apart is None else [x + partial for partial in apart]
-        return [
-            self.product(linear, self.norm(weights.norm, read))
-            for linear, read in zip(weights.column_parallel, inputs, strict=apart is not None)
-        ]
+        reads = [x] if apart is None else [x + partial for partial in apart]
+        for linear, read in zip(weights.column_parallel, reads, strict=apart is not None):
+            yield linear, self.norm(weights.norm, read)
 
     def attend_projected(self, weights: Sublayer, qkv: Tensor, step: Step, cache: KVCache) -> Tensor:
         """Return the attention of one virtual rank for qkv [batch, tokens, (heads + 2 * KV heads) * head_dim]."""
@@ -76,8 +74,12 @@ class Operations:
     def mlp(self, weights: Sublayer, x: Stream, apart: Apart) -> Tensor:
         """Return down_proj's input, [batch, tokens, own inner], of the virtual ranks side by side, as ``attention``."""
         activation = weights.shape.decoder.activation
-        inner = [self.gated(product, activation) for product in self.products(weights, x, apart)]
+        inner = [self.gated_product(linear, read, activation) for linear, read in self.inputs(weights, x, apart)]
         return inner[0] if len(inner) == 1 else torch.cat(inner, -1)
+
+    def gated_product(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
+        """Return activation(gate) * up of x [..., in], where gate's weight and up's are one, [2 * inner, in]."""
+        return self.gated(self.product(linear, x), activation)
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         """Return activation(gate) * up, [..., inner], of both side by side, [..., 2 * inner]."""

@@ -31,11 +31,7 @@ template <typename T> void gated(const T *gate_up, T *out, int64_t rows, int64_t
         T *to = out + row * stride;
         look_ahead(gate, 2 * inner);
 #pragma omp simd
-        for (int64_t i = 0; i < inner; ++i) {
-            const float g = get(gate[i]);
-            const float silu = g < -88.0f ? g * 0.0f : g / (1.0f + exponential(-g)); // of minus infinity: NaN
-            put(to[i], silu * get(up[i]));
-        }
+        for (int64_t i = 0; i < inner; ++i) put(to[i], silu(get(gate[i])) * get(up[i]));
     }
 }
 

@@ -11,22 +11,21 @@
 namespace {
 
 // Without tiles, and for float, nothing is done by them.
-template <typename T> bool product_of_tiles(const T *, int64_t, const Packed &, const T *, T *, int) { return false; }
+template <typename T> bool product_of_tiles(const Product<T> &, int) { return false; }
 template <typename T> bool attend_prompt(const Heads &, const T *, const Cache &, float, T *, int) { return false; }
 
-// out [rows, outputs] = x [rows, depth] times the weight, plus bias, unless that is null. Returns false for more rows, or
-// another weight, than is multiplied here.
-template <typename T>
-bool product(const T *x, int64_t rows, const Packed &weight, const T *bias, T *out, int threads) {
-    if (product_of_tiles(x, rows, weight, bias, out, threads)) return true;
-    constexpr int64_t WIDTH = VECTORS * LANES;
-    if (LANES < 16 || rows > FEW || weight.width % WIDTH || weight.depth % PAIR<T>) return false;
-    const auto kernel = rows == 1   ? multiply<1, T>
-                        : rows == 2 ? multiply<2, T>
-                        : rows <= 4 ? multiply<4, T>
-                                    : multiply<FEW, T>;
+// Returns false for more rows, or another weight, than is multiplied here.
+template <typename T> bool multiply(const Product<T> &product, int threads) {
+    if (product.gated && product.weight.outputs % (2 * WIDTH)) return false;
+    if (product_of_tiles(product, threads)) return true;
+    const int64_t rows = product.rows;
+    if (LANES < 16 || rows > FEW || product.weight.width % WIDTH || product.weight.depth % PAIR<T>) return false;
+    const auto kernel = rows == 1   ? multiply_rows<1, T>
+                        : rows == 2 ? multiply_rows<2, T>
+                        : rows <= 4 ? multiply_rows<4, T>
+                                    : multiply_rows<FEW, T>;
 #pragma omp parallel for if (threads > 1) num_threads(threads)
-    for (int64_t output = 0; output < weight.outputs; output += WIDTH) kernel(x, rows, weight, bias, output, out);
+    for (int64_t output = 0; output < product.outputs; output += WIDTH) kernel(product, output);
     return true;
 }
 
@@ -80,10 +79,13 @@ int ladderize_attend(int type, const Heads *size, const void *query, const Cache
 }
 
 // Returns 0, or 1 for more rows, or another weight, than is multiplied here: then nothing was written.
-int ladderize_product(int type, const void *x, int64_t rows, const Packed *weight, const void *bias, void *out,
+int ladderize_product(int type, const void *x, int64_t rows, const Packed *weight, const void *bias, int gated, void *out,
                       int threads) {
-    const bool done = type ? product((const bfloat16 *)x, rows, *weight, (const bfloat16 *)bias, (bfloat16 *)out, threads)
-                           : product((const float *)x, rows, *weight, (const float *)bias, (float *)out, threads);
+    bool done;
+    if (type)
+        done = multiply<bfloat16>({(const bfloat16 *)x, rows, *weight, (const bfloat16 *)bias, gated != 0, (bfloat16 *)out}, threads);
+    else
+        done = multiply<float>({(const float *)x, rows, *weight, (const float *)bias, gated != 0, (float *)out}, threads);
     return done ? 0 : 1;
 }
 

@@ -52,7 +52,7 @@ SIGNATURES = {
         *(c_int, POINTER(Heads), c_void_p, POINTER(Cache), c_void_p, c_int64, c_int64, c_float, c_void_p, c_int),
     ),
     "attend_prompt": (c_int, POINTER(Heads), c_void_p, POINTER(Cache), c_float, c_void_p, c_int),
-    "product": (c_int, c_void_p, c_int64, POINTER(Packed), c_void_p, c_void_p, c_int),
+    "product": (c_int, c_void_p, c_int64, POINTER(Packed), c_void_p, c_int, c_void_p, c_int),
     "sum": (c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int),
 }
 

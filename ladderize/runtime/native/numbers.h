@@ -30,22 +30,27 @@ template <typename T> inline void look_ahead(const T *from, int64_t count) {
     for (int64_t i = 0; i < count * int64_t(sizeof(T)); i += LINE) __builtin_prefetch(begin + i);
 }
 
-// e^x to 2 units in the last place: e^x = 2^n e^r with |r| <= ln 2 / 2, and a polynomial of degree 6 for e^r.
+// e^r for |r| <= ln 2 / 2, by a polynomial of degree 6.
+template <typename Number> inline Number exponential_of_rest(Number r) {
+    Number p = r * (1.0f / 720) + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    return p * r + 1.0f;
+}
+
+// e^x to 2 units in the last place: e^x = 2^n e^r with |r| <= ln 2 / 2.
 inline float exponential(float x) {
     x = x > 88.0f ? 88.0f : x;
     x = x < -87.0f ? -87.0f : x;
     const float n = __builtin_rintf(x * 1.44269504f);
     const int32_t exponent = int32_t(n == n ? n : 0.0f);
     const float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
-    float p = 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    return p * __builtin_bit_cast(float, uint32_t(exponent + 127) << 23);
+    return exponential_of_rest(r) * __builtin_bit_cast(float, uint32_t(exponent + 127) << 23);
 }
+
+inline float silu(float x) { return x < -88.0f ? x * 0.0f : x / (1.0f + exponential(-x)); } // of minus infinity: NaN
 
 template <typename T> inline float rounded(float x) {
     T stored;
@@ -75,19 +80,31 @@ inline Vector load(const bfloat16 *from) {
 #endif
 }
 inline void store(float *to, Vector x) { *(Floats *)to = x; }
+inline void store(bfloat16 *to, Vector x) {
+#ifdef __AVX512BF16__
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    for (int lane = 0; lane < LANES; ++lane) put(to[lane], x[lane]);
+#endif
+}
+
+// Past the caches, where that can be said.
+template <typename T> inline void stream(T *to, Vector x) { store(to, x); }
+#ifdef __AVX512BF16__
+inline void stream(bfloat16 *to, Vector x) { _mm256_stream_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
+#endif
 
 // As the scalar one, of numbers that are 0 or less; 0 below -87.
 inline Vector exponential(Vector x) {
     constexpr float MIDDLE = 1.5f * (1 << 23); // added to a small number it rounds it
     const Vector n = (x * 1.44269504f + MIDDLE) - MIDDLE, r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
-    Vector p = r * (1.0f / 720) + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
     const Integers exponent = __builtin_convertvector(x < -87.0f ? Vector{} : n, Integers) + 127;
-    return x < -87.0f ? Vector{} : p * (Vector)(exponent << 23);
+    return x < -87.0f ? Vector{} : exponential_of_rest(r) * (Vector)(exponent << 23);
+}
+
+inline Vector silu(Vector x) {
+    const Vector power = exponential(x > 0.0f ? -x : x);
+    return (x > 0.0f ? x : x * power) / (1.0f + power);
 }
 
 #ifdef __AVX512F__

@@ -73,10 +73,6 @@ inline void add_tiles(const bfloat16 *rows, int64_t row_stride, const void *word
     }
 }
 
-inline void store(bfloat16 *to, Vector x) {
-    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
-}
-
 // ---- products ----
 
 // Rows are multiplied in bands of 2 * TILE, [depth / (2 * TILE)][2 * TILE][2 * TILE]: a tile lies in one piece. As many
@@ -94,64 +90,74 @@ void pack_band(const bfloat16 *x, int64_t rows, int64_t height, int64_t depth, b
         }
 }
 
-// Puts a row of BAND sums. With `streams` it goes to memory past the caches, where it would push out what they hold.
-inline void put_line(const float *sums, const bfloat16 *bias, bool streams, bfloat16 *to) {
-    Vector low = load(sums), high = load(sums + TILE);
-    if (bias) low += load(bias), high += load(bias + TILE);
-    const __m512i line = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-    streams ? _mm512_stream_si512((__m512i *)to, line) : _mm512_storeu_si512(to, line);
-}
+// Sums of a band for WIDTH outputs from `output` on, and of up's, of which the first `put` of `rows` rows are out.
+struct Sums {
+    alignas(LINE) float own[BAND][WIDTH], ups[BAND][WIDTH];
+    int64_t first = 0, rows = 0, output = 0, put = 0;
 
-// A band times the weight's block of BAND outputs from `output` on. `asked`: what to ask for meanwhile, so many lines a
-// step. BOTH: whether the band has more than TILE rows.
+    void put_rows(const Product<bfloat16> &product, int64_t count) {
+        for (; count > 0 && put < rows; --count, ++put) put_sums(product, own[put], ups[put], first + put, output);
+    }
+};
+
+// A band times a block of the weight's words for WIDTH outputs. Meanwhile as many `lines` a step are asked for from `asked`
+// on, and the sums before leave: stores wait for memory, tiles need not. BOTH: whether there are more than TILE rows.
 template <bool BOTH>
-void multiply_band(const bfloat16 *band, int64_t rows, const Packed &weight, const bfloat16 *bias, int64_t output,
-                   const char *asked, int64_t lines, bool streams, bfloat16 *out) {
-    constexpr int64_t STRIDE = BAND * sizeof(float); // of the weight's words, and of sums
-    const char *words = (const char *)weight.numbers + output * weight.depth * sizeof(bfloat16);
+void multiply_band(const Product<bfloat16> &product, const bfloat16 *band, const char *words, const char *asked,
+                   int64_t lines, Sums &before, float (*sums)[WIDTH]) {
+    constexpr int64_t STRIDE = WIDTH * sizeof(float); // of the words, and of sums
     clear_sums<BOTH>();
-    for (int64_t i = 0; i < weight.depth; i += BAND, words += TILE * STRIDE) {
+    for (int64_t i = 0; i < product.weight.depth; i += BAND, words += TILE * STRIDE) {
         for (int64_t line = 0; line < lines; ++line, asked += LINE) __builtin_prefetch(asked);
         add_tiles<BOTH>(band + i * BAND, LINE, words, words + STRIDE / 2, STRIDE);
+        before.put_rows(product, 2);
     }
-    alignas(LINE) float sums[BAND][BAND];
     store_sums<BOTH>(sums[0], STRIDE);
-    for (int64_t row = 0; row < rows; ++row)
-        if (output + BAND <= weight.outputs)
-            put_line(sums[row], bias ? bias + output : nullptr, streams, out + row * weight.outputs + output);
-        else
-            put_sums(sums[row], row, output, BAND, weight, bias, out);
 }
 
-bool product_of_tiles(const bfloat16 *x, int64_t rows, const Packed &weight, const bfloat16 *bias, bfloat16 *out,
-                      int threads) {
-    const int64_t depth = weight.depth, outputs = weight.outputs, size = BAND * depth, bytes = size * sizeof(bfloat16);
-    if (!has_tiles || weight.width != BAND || depth % BAND) return false;
+bool product_of_tiles(Product<bfloat16> product, int threads) {
+    const Packed &weight = product.weight;
+    const int64_t rows = product.rows, depth = weight.depth, outputs = product.outputs;
+    const int64_t size = BAND * depth, bytes = size * sizeof(bfloat16); // of a band, and of a block of the weight
+    if (!has_tiles || weight.width != WIDTH || depth % BAND) return false;
     const int64_t all = (rows + BAND - 1) / BAND, most = std::max(BANDS_BYTES / bytes, int64_t(1));
     const int64_t parts = (all + most - 1) / most, bands = (all + parts - 1) / parts, height = std::min(rows, BAND);
     const std::unique_ptr<bfloat16, void (*)(void *)> packed((bfloat16 *)std::aligned_alloc(LINE, bands * bytes), std::free);
     if (!packed) return false;
-    const bool streams = rows * outputs * int64_t(sizeof(bfloat16)) >= BANDS_BYTES && outputs % BAND == 0 && uintptr_t(out) % LINE == 0;
-    const auto kernel = rows > TILE ? multiply_band<true> : multiply_band<false>;
+    const bool is_large = rows * outputs * int64_t(sizeof(bfloat16)) >= BANDS_BYTES;
+    product.streams = is_large && outputs % WIDTH == 0 && uintptr_t(product.out) % LINE == 0;
+    const auto multiply = rows > TILE ? multiply_band<true> : multiply_band<false>;
 #pragma omp parallel if (threads > 1) num_threads(threads)
     {
         const Tiles tiles(height);
+        Sums turns[2];
+        int turn = 0;
         for (int64_t first = 0; first < rows; first += bands * BAND) {
             const int64_t left = rows - first, count = std::min((left + BAND - 1) / BAND, bands);
 #pragma omp for
             for (int64_t band = 0; band < count; ++band)
-                pack_band(x + first * depth + band * size, left - band * BAND, height, depth, packed.get() + band * size);
-            // One band asks for what it reads in a moment; of several each asks for a share of the next block
-            const int64_t lines = (BAND + count - 1) / count, share = lines * LINE * (depth / BAND);
+                pack_band(product.x + first * depth + band * size, left - band * BAND, height, depth, packed.get() + band * size);
+            const int64_t lines = (BAND + count - 1) / count; // of a block, for each band
 #pragma omp for
-            for (int64_t output = 0; output < outputs; output += BAND) {
-                const char *asked = (const char *)weight.numbers + output / BAND * bytes + (count > 1 ? bytes : AHEAD);
-                for (int64_t band = 0; band < count; ++band, asked += share)
-                    kernel(packed.get() + band * size, std::min(left - band * BAND, BAND), weight, bias, output, asked, lines,
-                           streams, out + (first + band * BAND) * outputs);
-            }
+            for (int64_t output = 0; output < outputs; output += WIDTH)
+                for (int64_t band = 0; band < count; ++band) {
+                    Sums &sums = turns[turn], &before = turns[turn ^= 1];
+                    const bfloat16 *own = packed.get() + band * size;
+                    const char *words = (const char *)weight.numbers + output / WIDTH * bytes;
+                    // One band asks for what it reads in a moment, of several each for its share of the next block
+                    const int64_t ahead = count > 1 ? bytes + band * lines * LINE * (depth / BAND) : AHEAD;
+                    multiply(product, own, words, words + ahead, lines, before, sums.own);
+                    if (product.gated) {
+                        words += outputs / WIDTH * bytes;
+                        multiply(product, own, words, words + ahead, lines, before, sums.ups);
+                    }
+                    before.put_rows(product, BAND);
+                    sums.first = first + band * BAND, sums.rows = std::min(left - band * BAND, BAND);
+                    sums.output = output, sums.put = 0;
+                }
         }
-        if (streams) _mm_sfence();
+        turns[turn ^ 1].put_rows(product, BAND);
+        if (product.streams) _mm_sfence();
     }
     return true;
 }
