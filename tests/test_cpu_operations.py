@@ -295,15 +295,16 @@ def test_gates_of_any_size(by_instructions):
 
 
 def test_products_that_no_cache_holds(compiled):
-    """By tiles they are multiplied in parts, and go to memory past the caches, but for outputs that fill no line."""
-    depth, rows = some(2048, 4096), some(600, 640, 701)
+    """By tiles they are multiplied in parts of the rows, and of a large depth, and go to memory past the caches, but for
+    outputs that fill no line."""
+    depth, rows = some(2048, 4096, 4128, 5600), some(600, 640, 701)
     for outputs in (1024, 1000):
         weight, x = torch.randn(outputs, depth) * depth**-0.5, torch.randn(rows, depth)
         weight, x = weight.bfloat16(), x.bfloat16()
         exact = torch.nn.functional.linear(x.float(), weight.float())
         plain = torch.nn.functional.linear(x, weight)
         assert_as_good(compiled.product(Linear(weight, pack=True), x), plain, exact)
-    weight, x = torch.randn(1088, 2048).bfloat16() / 32, torch.randn(1200, 2048).bfloat16()
+    weight, x = torch.randn(1088, depth).bfloat16() / depth**0.5, torch.randn(1200, depth).bfloat16()
     exact = Operations().gated_product(Linear(weight.float()), x.float(), SILU)
     plain = Operations().gated_product(Linear(weight), x, SILU)
     assert_as_good(compiled.gated_product(Linear(weight, pack=True), x, SILU), plain, exact)

@@ -49,6 +49,16 @@ template <bool BOTH> inline void clear_sums() {
     }
 }
 
+template <bool BOTH> inline void load_sums(const float *sums, int64_t stride) {
+    finish_stores();
+    _tile_loadd(0, sums, stride);
+    _tile_loadd(1, sums + TILE, stride);
+    if (BOTH) {
+        _tile_loadd(2, (const char *)sums + TILE * stride, stride);
+        _tile_loadd(3, (const char *)(sums + TILE) + TILE * stride, stride);
+    }
+}
+
 template <bool BOTH> inline void store_sums(float *sums, int64_t stride) {
     _tile_stored(0, sums, stride);
     _tile_stored(1, sums + TILE, stride);
@@ -77,13 +87,20 @@ inline void add_tiles(const bfloat16 *rows, int64_t row_stride, const void *word
 
 // Rows are multiplied in bands of 2 * TILE, [depth / (2 * TILE)][2 * TILE][2 * TILE]: a tile lies in one piece. As many
 // bands as fill half the second cache (2 MB with tiles) meet each block of a weight, so that memory hands it over once.
-constexpr int64_t BAND = 2 * TILE, BANDS_BYTES = 1 << 20;
+// Where they would be too few, sums of a part of the depth wait in memory for the next part's.
+constexpr int64_t BAND = 2 * TILE, BANDS_BYTES = 1 << 20, MOST_DEPTH = 2048;
 
-// Makes `height` rows of a band of `rows` of x [.., depth]; what is beyond them is zeros.
-void pack_band(const bfloat16 *x, int64_t rows, int64_t height, int64_t depth, bfloat16 *band) {
+inline int64_t parts(int64_t all, int64_t most) { return (all + most - 1) / most; }
+
+template <typename T> std::unique_ptr<T, void (*)(void *)> lines_of(int64_t count) {
+    return {(T *)std::aligned_alloc(LINE, count * sizeof(T)), std::free};
+}
+
+// Makes `height` rows of a band from `rows` rows of x, `stride` numbers apart; what is beyond them is zeros.
+void pack_band(const bfloat16 *x, int64_t rows, int64_t height, int64_t stride, int64_t depth, bfloat16 *band) {
     for (int64_t row = 0; row < height; ++row)
         for (int64_t i = 0; i < depth; i += BAND) {
-            const bfloat16 *from = x + row * depth + i;
+            const bfloat16 *from = x + row * stride + i;
             look_ahead(from, BAND);
             const __m512i line = row < rows ? _mm512_loadu_si512(from) : _mm512_setzero_si512();
             _mm512_store_si512(band + i * BAND + row * BAND, line);
@@ -100,62 +117,72 @@ struct Sums {
     }
 };
 
-// A band times a block of the weight's words for WIDTH outputs. Meanwhile as many `lines` a step are asked for from `asked`
-// on, and the sums before leave: stores wait for memory, tiles need not. BOTH: whether there are more than TILE rows.
+// A band times the words of a weight's block; what sums begin with, unless that is null, and where they go. Meanwhile as
+// many `lines` a step are asked for from `asked` on, and the sums before leave: stores wait for memory, tiles need not.
+// BOTH: whether the band has more than TILE rows.
 template <bool BOTH>
-void multiply_band(const Product<bfloat16> &product, const bfloat16 *band, const char *words, const char *asked,
-                   int64_t lines, Sums &before, float (*sums)[WIDTH]) {
+void multiply_band(const Product<bfloat16> &product, const bfloat16 *band, int64_t depth, const char *words,
+                   const char *asked, int64_t lines, Sums &before, const float *begin, float *sums) {
     constexpr int64_t STRIDE = WIDTH * sizeof(float); // of the words, and of sums
-    clear_sums<BOTH>();
-    for (int64_t i = 0; i < product.weight.depth; i += BAND, words += TILE * STRIDE) {
+    begin ? load_sums<BOTH>(begin, STRIDE) : clear_sums<BOTH>();
+    for (int64_t i = 0; i < depth; i += BAND, words += TILE * STRIDE) {
         for (int64_t line = 0; line < lines; ++line, asked += LINE) __builtin_prefetch(asked);
         add_tiles<BOTH>(band + i * BAND, LINE, words, words + STRIDE / 2, STRIDE);
         before.put_rows(product, 2);
     }
-    store_sums<BOTH>(sums[0], STRIDE);
+    store_sums<BOTH>(sums, STRIDE);
 }
 
 bool product_of_tiles(Product<bfloat16> product, int threads) {
+    constexpr int64_t NUMBER = sizeof(bfloat16);
     const Packed &weight = product.weight;
     const int64_t rows = product.rows, depth = weight.depth, outputs = product.outputs;
-    const int64_t size = BAND * depth, bytes = size * sizeof(bfloat16); // of a band, and of a block of the weight
     if (!has_tiles || weight.width != WIDTH || depth % BAND) return false;
-    const int64_t all = (rows + BAND - 1) / BAND, most = std::max(BANDS_BYTES / bytes, int64_t(1));
-    const int64_t parts = (all + most - 1) / most, bands = (all + parts - 1) / parts, height = std::min(rows, BAND);
-    const std::unique_ptr<bfloat16, void (*)(void *)> packed((bfloat16 *)std::aligned_alloc(LINE, bands * bytes), std::free);
-    if (!packed) return false;
-    const bool is_large = rows * outputs * int64_t(sizeof(bfloat16)) >= BANDS_BYTES;
-    product.streams = is_large && outputs % WIDTH == 0 && uintptr_t(product.out) % LINE == 0;
+    const bool fits = parts(rows, BAND) * BAND * depth * NUMBER <= BANDS_BYTES;
+    const int64_t piece = parts(depth / BAND, fits ? 1 : parts(depth, MOST_DEPTH)) * BAND; // of the depth
+    const int64_t size = BAND * piece, most = std::max(BANDS_BYTES / (size * NUMBER), int64_t(1));
+    const int64_t bands = parts(parts(rows, BAND), parts(parts(rows, BAND), most)), height = std::min(rows, BAND);
+    const int64_t blocks = parts(weight.outputs, WIDTH), block_bytes = WIDTH * depth * NUMBER;
+    const auto packed = lines_of<bfloat16>(bands * size);
+    const auto waiting = lines_of<float>(piece < depth ? blocks * bands * BAND * WIDTH : 0); // [block][band][BAND][WIDTH]
+    if (!packed || (!waiting && piece < depth)) return false;
+    product.streams = rows * outputs * NUMBER >= BANDS_BYTES && outputs % WIDTH == 0 && uintptr_t(product.out) % LINE == 0;
     const auto multiply = rows > TILE ? multiply_band<true> : multiply_band<false>;
 #pragma omp parallel if (threads > 1) num_threads(threads)
     {
         const Tiles tiles(height);
         Sums turns[2];
         int turn = 0;
-        for (int64_t first = 0; first < rows; first += bands * BAND) {
-            const int64_t left = rows - first, count = std::min((left + BAND - 1) / BAND, bands);
+        for (int64_t first = 0; first < rows; first += bands * BAND)
+            for (int64_t start = 0; start < depth; start += piece) {
+                const int64_t left = rows - first, count = std::min(parts(left, BAND), bands);
+                const int64_t here = std::min(depth - start, piece), lines = parts(BAND, count); // of a step, for each band
+                const bool is_last = start + here == depth;
 #pragma omp for
-            for (int64_t band = 0; band < count; ++band)
-                pack_band(product.x + first * depth + band * size, left - band * BAND, height, depth, packed.get() + band * size);
-            const int64_t lines = (BAND + count - 1) / count; // of a block, for each band
+                for (int64_t band = 0; band < count; ++band)
+                    pack_band(product.x + (first + band * BAND) * depth + start, left - band * BAND, height, depth, here,
+                              packed.get() + band * size);
+                // One band asks for what it reads in a moment, of several each for its share of the next block
+                const auto multiply_block = [&](int64_t band, int64_t output, Sums &before, float *sums) {
+                    const char *words = (const char *)weight.numbers + output / WIDTH * block_bytes + start * WIDTH * NUMBER;
+                    const int64_t ahead = count > 1 ? block_bytes + band * lines * LINE * (here / BAND) : AHEAD;
+                    float *kept = waiting.get() + (output / WIDTH * bands + band) * BAND * WIDTH;
+                    multiply(product, packed.get() + band * size, here, words, words + ahead, lines, before,
+                             start ? kept : nullptr, is_last ? sums : kept);
+                };
 #pragma omp for
-            for (int64_t output = 0; output < outputs; output += WIDTH)
-                for (int64_t band = 0; band < count; ++band) {
-                    Sums &sums = turns[turn], &before = turns[turn ^= 1];
-                    const bfloat16 *own = packed.get() + band * size;
-                    const char *words = (const char *)weight.numbers + output / WIDTH * bytes;
-                    // One band asks for what it reads in a moment, of several each for its share of the next block
-                    const int64_t ahead = count > 1 ? bytes + band * lines * LINE * (depth / BAND) : AHEAD;
-                    multiply(product, own, words, words + ahead, lines, before, sums.own);
-                    if (product.gated) {
-                        words += outputs / WIDTH * bytes;
-                        multiply(product, own, words, words + ahead, lines, before, sums.ups);
+                for (int64_t output = 0; output < outputs; output += WIDTH)
+                    for (int64_t band = 0; band < count; ++band) {
+                        Sums &sums = turns[turn], &before = turns[turn ^ 1];
+                        multiply_block(band, output, before, sums.own[0]);
+                        if (product.gated) multiply_block(band, outputs + output, before, sums.ups[0]);
+                        before.put_rows(product, BAND);
+                        if (!is_last) continue;
+                        sums.first = first + band * BAND, sums.rows = std::min(left - band * BAND, BAND);
+                        sums.output = output, sums.put = 0;
+                        turn ^= 1;
                     }
-                    before.put_rows(product, BAND);
-                    sums.first = first + band * BAND, sums.rows = std::min(left - band * BAND, BAND);
-                    sums.output = output, sums.put = 0;
-                }
-        }
+            }
         turns[turn ^ 1].put_rows(product, BAND);
         if (product.streams) _mm_sfence();
     }
@@ -216,13 +243,9 @@ void attend_block(const bfloat16 *query, int64_t first, int64_t count, int64_t s
         }
         for (int64_t i = 0; i < dim; i += 2 * TILE) {
             const uint32_t *words = value_words + begin / 2 * dim + i;
-            float *to = sums + i, *below = to + TILE * dim;
+            float *to = sums + i;
             const int64_t bytes = dim * sizeof(float);
-            finish_stores();
-            _tile_loadd(0, to, bytes);
-            _tile_loadd(1, to + TILE, bytes);
-            _tile_loadd(2, below, bytes);
-            _tile_loadd(3, below + TILE, bytes);
+            load_sums<true>(to, bytes);
             for (int64_t column = 0; column < columns; column += 2 * TILE, words += TILE * dim)
                 add_tiles<true>(shares[0] + column, KEYS * sizeof(bfloat16), words, words + TILE, bytes);
             store_sums<true>(to, bytes);
