@@ -4,10 +4,10 @@
 
 One thread. ``plain`` is F.linear by PyTorch's own loops, which is what bfloat16 gets where oneDNN does not multiply it;
 ``packed`` is oneDNN's product with a weight in its blocked layout, ``own`` the runtime's with the same weight, which
-has kernels for few rows, and with tiles (AMX) for all of bfloat16. Weights lie in huge pages, as the runtime's do, but for ``packed, small pages``. With the
-limit ``avx2`` all is kept to AVX2, so that this machine stands for one that has no more; PyTorch then refuses to pack
-bfloat16, and nothing is measured in its place; ``bf16`` leaves out the tiles (AMX). Weights are rotated, so that no
-cache holds one.
+has kernels for few rows, and with tiles (AMX) for all of bfloat16. Weights lie in huge pages, as the runtime's do, but
+for ``packed, small pages``. With the limit ``avx2`` all is kept to AVX2, so that this machine stands for one that has
+no more; PyTorch then refuses to pack bfloat16, and nothing is measured in its place; ``bf16`` leaves out the tiles
+(AMX). Weights are rotated, so that no cache holds one.
 """
 
 import argparse

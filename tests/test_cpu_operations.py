@@ -295,7 +295,7 @@ def test_gates_of_any_size(by_instructions):
 
 
 def test_products_that_no_cache_holds(compiled):
-    """By tiles they are multiplied in parts of the rows, and of a large depth, and go to memory past the caches, but for
+    """By tiles they are multiplied in parts of the rows and of a large depth, and go to memory past the caches, but for
     outputs that fill no line."""
     depth, rows = some(2048, 4096, 4128, 5600), some(600, 640, 701)
     for outputs in (1024, 1000):
