@@ -42,8 +42,9 @@ class CpuOperations(Operations):
             return None
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], packed.outputs // 2 if gated else packed.outputs)
-        read = TYPES[x.dtype], x.data_ptr(), x.numel() // depth, byref(packed), address(linear.bias)
-        return None if self._product(*read, gated, out.data_ptr(), self.threads) else out
+        factors = x.data_ptr(), x.numel() // depth, byref(packed), address(linear.bias)
+        failed = self._product(TYPES[x.dtype], *factors, gated, out.data_ptr(), self.threads)
+        return None if failed else out
 
     def norm(self, norm: RMSNorm | None, x: Stream) -> Tensor:
         x = whole(x).contiguous()
@@ -60,7 +61,7 @@ class CpuOperations(Operations):
         inner = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], inner)
         rows, pointers = out.numel() // inner, (gate_up.data_ptr(), out.data_ptr())
-        self._gated(TYPES[out.dtype], *pointers, rows, inner, inner, self.threads)
+        self._gated(TYPES[out.dtype], *pointers, rows, inner, self.threads)
         return out
 
     def attend_projected(self, weights: Sublayer, qkv: Tensor, step: Step, cache: KVCache) -> Tensor:

@@ -24,11 +24,11 @@ void rms_norm(const T *x, const T *weight, T *out, int64_t rows, int64_t width, 
     }
 }
 
-template <typename T> void gated(const T *gate_up, T *out, int64_t rows, int64_t inner, int64_t stride, int threads) {
+template <typename T> void gated(const T *gate_up, T *out, int64_t rows, int64_t inner, int threads) {
 #pragma omp parallel for if (threads > 1) num_threads(threads)
     for (int64_t row = 0; row < rows; ++row) {
         const T *gate = gate_up + row * 2 * inner, *up = gate + inner;
-        T *to = out + row * stride;
+        T *to = out + row * inner;
         look_ahead(gate, 2 * inner);
 #pragma omp simd
         for (int64_t i = 0; i < inner; ++i) put(to[i], silu(get(gate[i])) * get(up[i]));

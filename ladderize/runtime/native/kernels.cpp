@@ -41,11 +41,11 @@ void ladderize_rms_norm(int type, const void *x, const void *weight, void *out, 
         rms_norm((const float *)x, (const float *)weight, (float *)out, rows, width, eps, threads);
 }
 
-void ladderize_gated(int type, const void *gate_up, void *out, int64_t rows, int64_t inner, int64_t stride, int threads) {
+void ladderize_gated(int type, const void *gate_up, void *out, int64_t rows, int64_t inner, int threads) {
     if (type)
-        gated((const bfloat16 *)gate_up, (bfloat16 *)out, rows, inner, stride, threads);
+        gated((const bfloat16 *)gate_up, (bfloat16 *)out, rows, inner, threads);
     else
-        gated((const float *)gate_up, (float *)out, rows, inner, stride, threads);
+        gated((const float *)gate_up, (float *)out, rows, inner, threads);
 }
 
 void ladderize_sum(int type, const void *messages, int64_t stride, int64_t ranks, const void *residual, void *out,

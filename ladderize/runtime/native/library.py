@@ -44,7 +44,7 @@ class Packed(Structure):
 
 SIGNATURES = {
     "rms_norm": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int),
-    "gated": (c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int),
+    "gated": (c_int, c_void_p, c_void_p, c_int64, c_int64, c_int),
     "rotate": (
         *(c_int, POINTER(Heads), c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, POINTER(Cache), c_int),
     ),

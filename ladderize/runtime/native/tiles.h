@@ -87,99 +87,119 @@ inline void add_tiles(const bfloat16 *rows, int64_t row_stride, const void *word
 
 // Rows are multiplied in bands of 2 * TILE, [depth / (2 * TILE)][2 * TILE][2 * TILE]: a tile lies in one piece. As many
 // bands as fill half the second cache (2 MB with tiles) meet each block of a weight, so that memory hands it over once.
-// Where they would be too few, sums of a part of the depth wait in memory for the next part's.
-constexpr int64_t BAND = 2 * TILE, BANDS_BYTES = 1 << 20, MOST_DEPTH = 2048;
+// Where they would be too few, the depth is cut, too, and sums of one part wait in memory for those of the next.
+constexpr int64_t BAND = 2 * TILE, BANDS_BYTES = 1 << 20, MOST_DEPTH = 2048, NUMBER = sizeof(bfloat16);
 
 inline int64_t parts(int64_t all, int64_t most) { return (all + most - 1) / most; }
 
-template <typename T> std::unique_ptr<T, void (*)(void *)> lines_of(int64_t count) {
-    return {(T *)std::aligned_alloc(LINE, count * sizeof(T)), std::free};
-}
+template <typename T> using Lines = std::unique_ptr<T, void (*)(void *)>;
+template <typename T> Lines<T> make_lines(int64_t count) { return {(T *)std::aligned_alloc(LINE, count * sizeof(T)), std::free}; }
 
-// Makes `height` rows of a band from `rows` rows of x, `stride` numbers apart; what is beyond them is zeros.
-void pack_band(const bfloat16 *x, int64_t rows, int64_t height, int64_t stride, int64_t depth, bfloat16 *band) {
-    for (int64_t row = 0; row < height; ++row)
-        for (int64_t i = 0; i < depth; i += BAND) {
-            const bfloat16 *from = x + row * stride + i;
-            look_ahead(from, BAND);
-            const __m512i line = row < rows ? _mm512_loadu_si512(from) : _mm512_setzero_si512();
-            _mm512_store_si512(band + i * BAND + row * BAND, line);
-        }
-}
-
-// Sums of a band for WIDTH outputs from `output` on, and of up's, of which the first `put` of `rows` rows are out.
-struct Sums {
-    alignas(LINE) float own[BAND][WIDTH], ups[BAND][WIDTH];
+// Sums of a band for WIDTH outputs from `output` on, and of up's, whose rows leave one by one: those before `put` are out.
+struct Leaving {
+    alignas(LINE) float sums[BAND][WIDTH], ups[BAND][WIDTH];
     int64_t first = 0, rows = 0, output = 0, put = 0;
 
     void put_rows(const Product<bfloat16> &product, int64_t count) {
-        for (; count > 0 && put < rows; --count, ++put) put_sums(product, own[put], ups[put], first + put, output);
+        for (; count > 0 && put < rows; --count, ++put) put_sums(product, sums[put], ups[put], first + put, output);
     }
 };
 
-// A band times the words of a weight's block; what sums begin with, unless that is null, and where they go. Meanwhile as
-// many `lines` a step are asked for from `asked` on, and the sums before leave: stores wait for memory, tiles need not.
-// BOTH: whether the band has more than TILE rows.
-template <bool BOTH>
-void multiply_band(const Product<bfloat16> &product, const bfloat16 *band, int64_t depth, const char *words,
-                   const char *asked, int64_t lines, Sums &before, const float *begin, float *sums) {
-    constexpr int64_t STRIDE = WIDTH * sizeof(float); // of the words, and of sums
-    begin ? load_sums<BOTH>(begin, STRIDE) : clear_sums<BOTH>();
-    for (int64_t i = 0; i < depth; i += BAND, words += TILE * STRIDE) {
-        for (int64_t line = 0; line < lines; ++line, asked += LINE) __builtin_prefetch(asked);
-        add_tiles<BOTH>(band + i * BAND, LINE, words, words + STRIDE / 2, STRIDE);
-        before.put_rows(product, 2);
+// Rows from `first` on, and numbers of the depth from `start` on, that are multiplied at once.
+struct Part {
+    int64_t first, rows, start, depth;
+    int64_t bands() const { return parts(rows, BAND); }
+};
+
+class TiledProduct {
+  public:
+    explicit TiledProduct(const Product<bfloat16> &product) : product(product) {
+        const int64_t all = parts(product.rows, BAND), band_bytes = BAND * product.weight.depth * NUMBER;
+        const int64_t pieces = all * band_bytes > BANDS_BYTES ? parts(product.weight.depth, MOST_DEPTH) : 1;
+        depth = parts(product.weight.depth / BAND, pieces) * BAND;
+        bands = parts(all, parts(all, std::max(BANDS_BYTES / (BAND * depth * NUMBER), int64_t(1))));
+        packed = make_lines<bfloat16>(bands * BAND * depth);
+        if (is_cut()) waiting = make_lines<float>(parts(product.weight.outputs, WIDTH) * bands * BAND * WIDTH);
     }
-    store_sums<BOTH>(sums, STRIDE);
-}
+
+    bool has_memory() const { return packed && (waiting || !is_cut()); }
+    int64_t height() const { return std::min(product.rows, BAND); }
+    int64_t rows_at_once() const { return bands * BAND; }
+    int64_t depth_at_once() const { return depth; }
+    bool ends_with(const Part &part) const { return part.start + part.depth == product.weight.depth; }
+
+    // Packs a band; rows beyond the last one are zeros.
+    void pack(const Part &part, int64_t band) const {
+        const bfloat16 *x = product.x + (part.first + band * BAND) * product.weight.depth + part.start;
+        bfloat16 *to = packed.get() + band * BAND * depth;
+        for (int64_t row = 0; row < height(); ++row)
+            for (int64_t i = 0; i < part.depth; i += BAND) {
+                const bfloat16 *from = x + row * product.weight.depth + i;
+                look_ahead(from, BAND);
+                const bool is_there = band * BAND + row < part.rows;
+                _mm512_store_si512(to + i * BAND + row * BAND, is_there ? _mm512_loadu_si512(from) : _mm512_setzero_si512());
+            }
+    }
+
+    // A band times the weight's block of WIDTH outputs from `output` on; the sums go to `sums`, unless they have to wait.
+    // Meanwhile those before leave: stores wait for memory, tiles need not. BOTH: whether bands have more than TILE rows.
+    template <bool BOTH>
+    void multiply(const Part &part, int64_t band, int64_t output, Leaving &before, float (*sums)[WIDTH]) const {
+        constexpr int64_t STRIDE = WIDTH * sizeof(float); // of the words, and of sums
+        const int64_t block = output / WIDTH, block_bytes = WIDTH * product.weight.depth * NUMBER;
+        const char *words = (const char *)product.weight.numbers + block * block_bytes + part.start * WIDTH * NUMBER;
+        // One band asks for what it reads in a moment; of several each asks for its share of the next block
+        const int64_t lines = parts(BAND, part.bands()), share = lines * LINE * (part.depth / BAND);
+        const char *asked = words + (part.bands() > 1 ? block_bytes + band * share : AHEAD);
+        float *kept = is_cut() ? waiting.get() + (block * bands + band) * BAND * WIDTH : nullptr;
+        part.start ? load_sums<BOTH>(kept, STRIDE) : clear_sums<BOTH>();
+        const bfloat16 *rows = packed.get() + band * BAND * depth;
+        for (int64_t i = 0; i < part.depth; i += BAND, words += TILE * STRIDE) {
+            for (int64_t line = 0; line < lines; ++line, asked += LINE) __builtin_prefetch(asked);
+            add_tiles<BOTH>(rows + i * BAND, LINE, words, words + STRIDE / 2, STRIDE);
+            before.put_rows(product, 2);
+        }
+        store_sums<BOTH>(ends_with(part) ? sums[0] : kept, STRIDE);
+    }
+
+  private:
+    bool is_cut() const { return depth < product.weight.depth; }
+
+    const Product<bfloat16> product;
+    int64_t bands, depth; // at once
+    Lines<bfloat16> packed = {nullptr, std::free};
+    Lines<float> waiting = {nullptr, std::free}; // [block][band][BAND][WIDTH]
+};
 
 bool product_of_tiles(Product<bfloat16> product, int threads) {
-    constexpr int64_t NUMBER = sizeof(bfloat16);
-    const Packed &weight = product.weight;
-    const int64_t rows = product.rows, depth = weight.depth, outputs = product.outputs;
-    if (!has_tiles || weight.width != WIDTH || depth % BAND) return false;
-    const bool fits = parts(rows, BAND) * BAND * depth * NUMBER <= BANDS_BYTES;
-    const int64_t piece = parts(depth / BAND, fits ? 1 : parts(depth, MOST_DEPTH)) * BAND; // of the depth
-    const int64_t size = BAND * piece, most = std::max(BANDS_BYTES / (size * NUMBER), int64_t(1));
-    const int64_t bands = parts(parts(rows, BAND), parts(parts(rows, BAND), most)), height = std::min(rows, BAND);
-    const int64_t blocks = parts(weight.outputs, WIDTH), block_bytes = WIDTH * depth * NUMBER;
-    const auto packed = lines_of<bfloat16>(bands * size);
-    const auto waiting = lines_of<float>(piece < depth ? blocks * bands * BAND * WIDTH : 0); // [block][band][BAND][WIDTH]
-    if (!packed || (!waiting && piece < depth)) return false;
-    product.streams = rows * outputs * NUMBER >= BANDS_BYTES && outputs % WIDTH == 0 && uintptr_t(product.out) % LINE == 0;
-    const auto multiply = rows > TILE ? multiply_band<true> : multiply_band<false>;
+    const int64_t rows = product.rows, depth = product.weight.depth, outputs = product.outputs;
+    if (!has_tiles || product.weight.width != WIDTH || depth % BAND) return false;
+    const bool is_large = rows * outputs * NUMBER >= BANDS_BYTES;
+    product.streams = is_large && outputs % WIDTH == 0 && uintptr_t(product.out) % LINE == 0;
+    const TiledProduct tiled(product);
+    if (!tiled.has_memory()) return false;
+    const auto multiply = rows > TILE ? &TiledProduct::multiply<true> : &TiledProduct::multiply<false>;
 #pragma omp parallel if (threads > 1) num_threads(threads)
     {
-        const Tiles tiles(height);
-        Sums turns[2];
+        const Tiles tiles(tiled.height());
+        Leaving turns[2];
         int turn = 0;
-        for (int64_t first = 0; first < rows; first += bands * BAND)
-            for (int64_t start = 0; start < depth; start += piece) {
-                const int64_t left = rows - first, count = std::min(parts(left, BAND), bands);
-                const int64_t here = std::min(depth - start, piece), lines = parts(BAND, count); // of a step, for each band
-                const bool is_last = start + here == depth;
+        for (int64_t first = 0; first < rows; first += tiled.rows_at_once())
+            for (int64_t start = 0; start < depth; start += tiled.depth_at_once()) {
+                const Part part = {first, std::min(rows - first, tiled.rows_at_once()), start,
+                                   std::min(depth - start, tiled.depth_at_once())};
 #pragma omp for
-                for (int64_t band = 0; band < count; ++band)
-                    pack_band(product.x + (first + band * BAND) * depth + start, left - band * BAND, height, depth, here,
-                              packed.get() + band * size);
-                // One band asks for what it reads in a moment, of several each for its share of the next block
-                const auto multiply_block = [&](int64_t band, int64_t output, Sums &before, float *sums) {
-                    const char *words = (const char *)weight.numbers + output / WIDTH * block_bytes + start * WIDTH * NUMBER;
-                    const int64_t ahead = count > 1 ? block_bytes + band * lines * LINE * (here / BAND) : AHEAD;
-                    float *kept = waiting.get() + (output / WIDTH * bands + band) * BAND * WIDTH;
-                    multiply(product, packed.get() + band * size, here, words, words + ahead, lines, before,
-                             start ? kept : nullptr, is_last ? sums : kept);
-                };
+                for (int64_t band = 0; band < part.bands(); ++band) tiled.pack(part, band);
 #pragma omp for
                 for (int64_t output = 0; output < outputs; output += WIDTH)
-                    for (int64_t band = 0; band < count; ++band) {
-                        Sums &sums = turns[turn], &before = turns[turn ^ 1];
-                        multiply_block(band, output, before, sums.own[0]);
-                        if (product.gated) multiply_block(band, outputs + output, before, sums.ups[0]);
+                    for (int64_t band = 0; band < part.bands(); ++band) {
+                        Leaving &now = turns[turn], &before = turns[turn ^ 1];
+                        (tiled.*multiply)(part, band, output, before, now.sums);
+                        if (product.gated) (tiled.*multiply)(part, band, outputs + output, before, now.ups);
                         before.put_rows(product, BAND);
-                        if (!is_last) continue;
-                        sums.first = first + band * BAND, sums.rows = std::min(left - band * BAND, BAND);
-                        sums.output = output, sums.put = 0;
+                        if (!tiled.ends_with(part)) continue;
+                        now.first = first + band * BAND, now.rows = std::min(part.rows - band * BAND, BAND);
+                        now.output = output, now.put = 0;
                         turn ^= 1;
                     }
             }
