@@ -247,6 +247,7 @@ def test_the_mistakes_of_the_mutations_can_be_made():
     mutations = yaml.safe_load((ROOT / "benchmarks" / "mutations.yaml").read_text())
     counts = {each["name"]: (PACKAGE / "runtime" / each["file"]).read_text().count(each["text"]) for each in mutations}
     assert {name: count for name, count in counts.items() if count != 1} == {}
+    assert len(counts) == len(mutations)
 
 
 def test_docstrings_can_be_read_alone():
