@@ -108,16 +108,18 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a word of the names")
     parser.add_argument("--out", type=Path, help="write what came of each as JSON")
     arguments = parser.parse_args()
+    chosen = [mutation for mutation in mutations() if arguments.only in mutation.name]
+    if not chosen:
+        parser.error(f"no mistake's name holds {arguments.only!r}")
     found: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make_models(work)
         found["the runtime as it is"] = outcome(None, work)
         print(f"the runtime as it is: {found['the runtime as it is']}", flush=True)
-        for mutation in mutations():
-            if arguments.only in mutation.name:
-                found[mutation.name] = outcome(mutation, work)
-                print(f"{mutation.name}: {found[mutation.name]}", flush=True)
+        for mutation in chosen:
+            found[mutation.name] = outcome(mutation, work)
+            print(f"{mutation.name}: {found[mutation.name]}", flush=True)
     right, *others = found.values()
     print(f"{sum(one != 'timed' for one in others)} of {len(others)} mistakes were not timed")
     if arguments.out is not None:
