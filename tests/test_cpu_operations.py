@@ -5,7 +5,7 @@ tests/test_runtime.py runs them on every layout and family.
 
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from ladderize.runtime import layers, spec
 from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.kv_cache import KVCache, NoCache, PartsCache
 from ladderize.runtime.layers import Linear, RMSNorm, Sublayer
-from ladderize.runtime.native.library import kernels
+from ladderize.runtime.native.library import Packed, kernels
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.spec import choose_operations
 from ladderize.runtime.step import Step
@@ -167,22 +167,6 @@ def test_prompts(compiled, dtype, window, dim):
         compare(compiled, case, x, step.with_windows(windows, tokens), cache, dtype)
 
 
-@pytest.mark.skipif("amx_bf16" not in Path("/proc/cpuinfo").read_text(), reason="this CPU has no tiles")
-@pytest.mark.parametrize("tokens", [31, 32, 256, 257, 600])
-def test_prompts_by_tiles(compiled, monkeypatch, tokens):
-    """Long ones, too, whose last columns nothing may read: they are no numbers."""
-    monkeypatch.delattr("ladderize.runtime.cpu_operations.attend")
-    case = attention_case(torch.bfloat16, dim=some(32, 64, 128))
-    empty = torch.full((2, 2, case[1].own_kv_heads, tokens + 5, case[1].head_dim), torch.nan).bfloat16()
-    x, step = torch.randn(2, tokens, case[2]).bfloat16(), Step(turns(1, tokens, case[1].head_dim), 0, 0, causal=True)
-    runs = (compiled, case[0], x), (Operations(), case[0], x), (Operations(), wide(case[0]), x.float())
-    found = []
-    for by, weights, read in runs:
-        cache = KVCache(*(empty.to(read.dtype, copy=True) for _ in range(2)))
-        found.append(by.attention(weights, read, None, step, cache))
-    assert_as_good(*found)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [6, 32])
 def test_parts_of_a_prompt(compiled, dtype, dim):
@@ -207,49 +191,86 @@ def test_parts_of_a_prompt(compiled, dtype, dim):
     assert_as_good(*(by.attention(own, read, None, whole, NoCache(read.dtype, CPU)) for by, own, read, _ in runs))
 
 
-INSTRUCTIONS = {
-    "all": ("amx_bf16", ""),
-    "no tiles": ("avx512_bf16", "-mno-amx-bf16"),
-    "no bfloat16": ("avx512_bf16", "-mno-amx-bf16 -mno-avx512bf16"),
-}
+@dataclass
+class Engine:
+    """Operations by some of a CPU's instructions; ``width``: of the blocks of a bfloat16 weight that they multiply."""
+
+    name: str
+    operations: CpuOperations
+    width: int
+
+    def linear(self, weight, bias=None):
+        """Pack as native/products.h says, whatever oneDNN does on this CPU."""
+        linear = Linear(weight, bias)
+        width, pair = (self.width, 2) if weight.dtype == torch.bfloat16 else (64, 1)
+        outputs, depth = weight.shape
+        blocks = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % width)).view(-1, width, depth // pair, pair)
+        numbers = blocks.transpose(1, 2).contiguous()
+        linear.packed = Packed(numbers.data_ptr(), outputs, depth, width)
+        linear.packed.numbers_kept = numbers
+        return linear
 
 
-@pytest.fixture(scope="module", params=INSTRUCTIONS)
-def by_instructions(request):
-    """Operations by fewer instructions than this CPU may have, and whether there are tiles."""
-    needed, flags = INSTRUCTIONS[request.param]
-    if needed not in Path("/proc/cpuinfo").read_text():
-        pytest.skip(f"this CPU has no {needed}")
+HEADER = ROOT / "tests" / "simulated_tiles.h"
+TILES = "g++" if "amx_bf16" in Path("/proc/cpuinfo").read_text() else f"g++ -include {HEADER}"
+COMPILERS = {"tiles": TILES, "vectors": "g++ -mno-amx-bf16", "no bfloat16": "g++ -mno-amx-bf16 -mno-avx512bf16"}
+
+
+@pytest.fixture(scope="module", params=COMPILERS)
+def engine(request, tmp_path_factory):
+    """Tiles are simulated where the CPU has none."""
+    if "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has no products of bfloat16")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", f"g++ {flags}")
-        return CpuOperations(kernels.__wrapped__()), not flags
+        patch.setenv("CXX", COMPILERS[request.param])
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("kernels")))  # the header has no part in a name
+        return Engine(request.param, CpuOperations(kernels.__wrapped__()), 32 if request.param == "tiles" else 64)
 
 
 @pytest.fixture
-def by_onednn(monkeypatch):
-    """The numbers of rows of products that oneDNN has computed."""
+def by_pytorch(monkeypatch):
+    """The numbers of rows of products that no kernel of ours has computed."""
     call, seen = Linear.__call__, []
     monkeypatch.setattr(Linear, "__call__", lambda self, x: (seen.append(x.shape[:-1].numel()), call(self, x))[1])
     return seen
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("tokens", [5, 31, 32, 256, 257, 600])
+def test_prompts_by_blocks(engine, monkeypatch, tokens, threads):
+    """Long ones, too, whose last columns nothing may read: they are no numbers."""
+    if engine.name == "no bfloat16":
+        pytest.skip("PyTorch's attention is taken")
+    engine.operations.threads = threads
+    monkeypatch.delattr("ladderize.runtime.cpu_operations.attend")
+    case = attention_case(torch.bfloat16, dim=some(32, 64, 128))
+    empty = torch.full((2, 2, case[1].own_kv_heads, tokens + 5, case[1].head_dim), torch.nan).bfloat16()
+    x, step = torch.randn(2, tokens, case[2]).bfloat16(), Step(turns(1, tokens, case[1].head_dim), 0, 0, causal=True)
+    runs = (engine.operations, case[0], x), (Operations(), case[0], x), (Operations(), wide(case[0]), x.float())
+    found = []
+    for by, weights, read in runs:
+        cache = KVCache(*(empty.to(read.dtype, copy=True) for _ in range(2)))
+        found.append(by.attention(weights, read, None, step, cache))
+    assert_as_good(*found)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products(by_instructions, by_onednn, dtype, biased, threads):
-    operations, has_tiles = by_instructions
+def test_products(engine, by_pytorch, dtype, biased, threads):
+    operations = engine.operations
     operations.threads = threads
     outputs, depth = some(5, 32, 33, 64, 100, 1000), some(32, 64, 96, 352)
     weight = (torch.randn(outputs, depth) * depth**-0.5).to(dtype)
     bias = torch.randn(outputs).to(dtype) if biased else None
-    linear, plain = Linear(weight, bias, pack=True), Linear(weight, bias)
-    most = float("inf") if has_tiles and dtype == torch.bfloat16 else 8
+    linear, plain = engine.linear(weight, bias), Linear(weight, bias)
+    most = float("inf") if dtype == torch.bfloat16 else 8
     for rows in (1, 2, 3, 5, 8, 9, 16, 17, 31, 32, 33, some(64, 65, 100, 300)):
         x = torch.randn(2, rows, depth).to(dtype)[1:]
         exact = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
         assert_as_good(operations.product(linear, x), plain(x), exact)
-        assert by_onednn == [rows] * (rows > most) + [rows]
-        by_onednn.clear()
+        assert by_pytorch == [rows] * (rows > most) + [rows]
+        by_pytorch.clear()
     assert operations.product(linear, torch.empty(0, depth, dtype=dtype)).shape == (0, outputs)
     x = torch.randn(3, 2, depth).to(dtype)
     x[1] = torch.nan
@@ -259,18 +280,18 @@ def test_products(by_instructions, by_onednn, dtype, biased, threads):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gated_products(by_instructions, monkeypatch, dtype, biased, threads):
+def test_gated_products(engine, monkeypatch, dtype, biased, threads):
     """Where up begins within a block, gate and up meet behind the product, as with more rows than a kernel takes."""
-    operations, has_tiles = by_instructions
+    operations = engine.operations
     operations.threads, behind = threads, []
     gated = operations.gated
     monkeypatch.setattr(operations, "gated", lambda *arguments: (behind.append(rows), gated(*arguments))[1])
-    most = float("inf") if has_tiles and dtype == torch.bfloat16 else 8
+    most = float("inf") if dtype == torch.bfloat16 else 8
     depth = some(32, 64, 352)
-    for inner in (some(32, 64, 96, 1056), 48):
+    for inner in (some(64, 128, 1088), 48):
         weight = (torch.randn(2 * inner, depth) * depth**-0.5).to(dtype)
         bias = torch.randn(2 * inner).to(dtype) if biased else None
-        linear = Linear(weight, bias, pack=True)
+        linear = engine.linear(weight, bias)
         wide = Linear(weight.float(), None if bias is None else bias.float())
         for rows in (1, 5, 8, 17, 33, some(100, 600)):
             x = torch.randn(2, rows, depth).to(dtype)[1:]
@@ -282,20 +303,19 @@ def test_gated_products(by_instructions, monkeypatch, dtype, biased, threads):
     torch.testing.assert_close(operations.gated_product(linear, x, GELU), operations.gated(linear(x), GELU))
 
 
-def test_gates_of_any_size(by_instructions):
+def test_gates_of_any_size(engine):
     """The gate is x itself, and up is 1."""
-    operations, _ = by_instructions
     x = torch.tensor([[-1e4, -100, -88, -20, -1, 0, 1, 20, 88, 100, 1e4]])
-    weight, bias = torch.cat((torch.eye(32), torch.zeros(32, 32))), torch.cat((torch.zeros(32), torch.ones(32)))
-    x = torch.nn.functional.pad(x, (0, 32 - x.shape[1]))
+    weight, bias = torch.cat((torch.eye(64), torch.zeros(64, 64))), torch.cat((torch.zeros(64), torch.ones(64)))
+    x = torch.nn.functional.pad(x, (0, 64 - x.shape[1]))
     for dtype in DTYPES:
-        linear = Linear(weight.to(dtype), bias.to(dtype), pack=True)
+        linear = engine.linear(weight.to(dtype), bias.to(dtype))
         expected = torch.nn.functional.silu(x.to(dtype).float()).to(dtype)
-        torch.testing.assert_close(operations.gated_product(linear, x.to(dtype), SILU), expected)
+        torch.testing.assert_close(engine.operations.gated_product(linear, x.to(dtype), SILU), expected)
 
 
-def test_products_that_no_cache_holds(compiled):
-    """By tiles they are multiplied in parts of the rows and of a large depth, and go to memory past the caches, but for
+def test_products_that_no_cache_holds(engine):
+    """They are multiplied in parts of the rows and of a large depth, and go to memory past the caches, but for
     outputs that fill no line."""
     depth, rows = some(2048, 4096, 4128, 5600), some(600, 640, 701)
     for outputs in (1024, 1000):
@@ -303,24 +323,33 @@ def test_products_that_no_cache_holds(compiled):
         weight, x = weight.bfloat16(), x.bfloat16()
         exact = torch.nn.functional.linear(x.float(), weight.float())
         plain = torch.nn.functional.linear(x, weight)
-        assert_as_good(compiled.product(Linear(weight, pack=True), x), plain, exact)
+        assert_as_good(engine.operations.product(engine.linear(weight), x), plain, exact)
     weight, x = torch.randn(1088, depth).bfloat16() / depth**0.5, torch.randn(1200, depth).bfloat16()
     exact = Operations().gated_product(Linear(weight.float()), x.float(), SILU)
     plain = Operations().gated_product(Linear(weight), x, SILU)
-    assert_as_good(compiled.gated_product(Linear(weight, pack=True), x, SILU), plain, exact)
+    assert_as_good(engine.operations.gated_product(engine.linear(weight), x, SILU), plain, exact)
 
 
-def test_products_of_an_order_that_is_not_known(compiled, by_onednn, monkeypatch):
-    """Half a pair; or an order that oneDNN may take on another CPU."""
+def test_products_of_an_order_that_is_not_known(compiled, by_pytorch, monkeypatch):
+    """Half a pair or a line; or an order that oneDNN may take on another CPU."""
     for outputs, depth, dtype in ((64, 72, torch.bfloat16), (64, 33, torch.bfloat16), (16, 33, torch.float32)):
         weight = torch.randn(outputs, depth).to(dtype)
         linear, x = Linear(weight, pack=True), torch.randn(2, depth).to(dtype)
-        assert linear.packed is None
         torch.testing.assert_close(compiled.product(linear, x), x @ weight.T)
-    monkeypatch.setattr(layers, "packed_width", lambda dtype: 64 if dtype == torch.bfloat16 else 32)
+    assert len(by_pytorch) == 3
+    known = {dtype: layers.packed_width(dtype) for dtype in DTYPES}
+    monkeypatch.setattr(layers, "packed_width", lambda dtype: {64: 32, 32: 64}.get(known[dtype]))
     for dtype in DTYPES:
         assert Linear(torch.randn(64, 64).to(dtype), pack=True).packed is None
-    assert len(by_onednn) == 3
+
+
+@pytest.mark.skipif("avx512_bf16" not in Path("/proc/cpuinfo").read_text(), reason="oneDNN packs in another order")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_the_order_that_onednn_takes(compiled, by_pytorch, dtype):
+    weight, x = torch.randn(some(100, 128, 192), 96).to(dtype), torch.randn(7, 96).to(dtype)
+    found = compiled.product(Linear(weight, pack=True), x)
+    assert by_pytorch == []
+    assert_as_good(found, x @ weight.T, x.float() @ weight.float().T)
 
 
 def test_wrong_input_of_a_product(compiled):

@@ -7,12 +7,14 @@ namespace {
 
 template <typename From, typename Weight, typename To>
 inline void norm_row(const From *from, const Weight *weight, float eps, int64_t width, To *to) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < width; ++i) sum += get(from[i]) * get(from[i]);
+    Vector squares = {};
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) squares += load(from + i) * load(from + i);
+    float sum = sum_of(squares);
+    for (; i < width; ++i) sum += get(from[i]) * get(from[i]);
     const float factor = 1.0f / __builtin_sqrtf(sum / float(width) + eps);
-#pragma omp simd
-    for (int64_t i = 0; i < width; ++i) put(to[i], get(from[i]) * factor * get(weight[i]));
+    for (i = 0; i + LANES <= width; i += LANES) store(to + i, load(from + i) * factor * load(weight + i));
+    for (; i < width; ++i) put(to[i], get(from[i]) * factor * get(weight[i]));
 }
 
 template <typename T>
@@ -39,31 +41,28 @@ template <typename T> void gated(const T *gate_up, T *out, int64_t rows, int64_t
 // null.
 template <typename T>
 void sum(const char *messages, int64_t stride, int64_t ranks, const T *residual, T *out, int64_t count, int threads) {
-    constexpr int64_t PIECE = 1024; // numbers whose totals stay in the fastest cache
+    constexpr int64_t PIECE = 1024; // numbers that a thread adds at once
 #pragma omp parallel for if (threads > 1) num_threads(threads)
     for (int64_t begin = 0; begin < count; begin += PIECE) {
-        const int64_t size = count - begin < PIECE ? count - begin : PIECE;
-        float total[PIECE];
-        const T *first = (const T *)messages + begin, *second = (const T *)(messages + stride) + begin;
-        look_ahead(first, size);
-        look_ahead(second, size);
-#pragma omp simd
-        for (int64_t i = 0; i < size; ++i) total[i] = get(first[i]) + get(second[i]);
-        for (int64_t rank = 2; rank < ranks; ++rank) {
-            const T *next = (const T *)(messages + rank * stride) + begin;
-            look_ahead(next, size);
-#pragma omp simd
-            for (int64_t i = 0; i < size; ++i) total[i] += get(next[i]);
+        const int64_t end = count - begin < PIECE ? count : begin + PIECE;
+        int64_t i = begin;
+        for (; i + LANES <= end; i += LANES) {
+            Vector total = {};
+            for (int64_t rank = 0; rank < ranks; ++rank) {
+                const T *message = (const T *)(messages + rank * stride) + i;
+                look_ahead(message, LANES);
+                total = rank ? total + load(message) : load(message);
+            }
+            if (residual) {
+                look_ahead(residual + i, LANES);
+                total = load(residual + i) + rounded<T>(total);
+            }
+            store(out + i, total);
         }
-        T *to = out + begin;
-        const T *from = residual + begin;
-        if (residual) {
-            look_ahead(from, size);
-#pragma omp simd
-            for (int64_t i = 0; i < size; ++i) put(to[i], get(from[i]) + rounded<T>(total[i]));
-        } else {
-#pragma omp simd
-            for (int64_t i = 0; i < size; ++i) put(to[i], total[i]);
+        for (; i < end; ++i) {
+            float total = get(((const T *)messages)[i]);
+            for (int64_t rank = 1; rank < ranks; ++rank) total += get(((const T *)(messages + rank * stride))[i]);
+            put(out[i], residual ? get(residual[i]) + rounded<T>(total) : total);
         }
     }
 }

@@ -1,32 +1,37 @@
 // The kernels for a CPU that library.py compiles and describes to Python. Numbers are float (type 0) or bfloat16 (type 1);
 // sums, roots and exponentials are in float. NaN and infinities pass through.
 
-#include "attention.h"
-#include "between.h"
+#include "prompts.h"
 #include "products.h"
+#include "vectors.h"
 #ifdef __AMX_BF16__
 #include "tiles.h"
 #endif
 
 namespace {
 
-// Without tiles, and for float, nothing is done by them.
-template <typename T> bool product_of_tiles(const Product<T> &, int) { return false; }
-template <typename T> bool attend_prompt(const Heads &, const T *, const Cache &, float, T *, int) { return false; }
-
 // Returns false for more rows, or another weight, than is multiplied here.
-template <typename T> bool multiply(const Product<T> &product, int threads) {
-    if (product.gated && product.weight.outputs % (2 * WIDTH)) return false;
-    if (product_of_tiles(product, threads)) return true;
-    const int64_t rows = product.rows;
-    if (LANES < 16 || rows > FEW || product.weight.width % WIDTH || product.weight.depth % PAIR<T>) return false;
-    const auto kernel = rows == 1   ? multiply_rows<1, T>
-                        : rows == 2 ? multiply_rows<2, T>
-                        : rows <= 4 ? multiply_rows<4, T>
-                                    : multiply_rows<FEW, T>;
-#pragma omp parallel for if (threads > 1) num_threads(threads)
-    for (int64_t output = 0; output < product.outputs; output += WIDTH) kernel(product, output);
-    return true;
+bool multiply_any(const Product<bfloat16> &product, int threads) {
+#ifdef __AMX_BF16__
+    if (has_tiles && multiply<Tiles>(product, threads)) return true;
+#endif
+    return multiply<Vectors<bfloat16, 4, 4>>(product, threads);
+}
+
+bool multiply_any(const Product<float> &product, int threads) {
+    constexpr int64_t MOST_ROWS = 8; // of more, oneDNN reads a weight less often
+    return product.rows <= MOST_ROWS && multiply<Vectors<float, 4, 4>>(product, threads);
+}
+
+// Returns false for heads that are not multiplied here.
+bool attend_any_prompt(const Heads &size, const bfloat16 *query, const Cache &cache, float scale, bfloat16 *out, int threads) {
+#ifdef __AMX_BF16__
+    if (has_tiles) return attend_prompt<Tiles>(size, query, cache, scale, out, threads);
+#endif
+#ifdef __AVX512BF16__
+    return attend_prompt<Vectors<bfloat16, 8, 2>>(size, query, cache, scale, out, threads);
+#endif
+    return false;
 }
 
 } // namespace
@@ -83,9 +88,9 @@ int ladderize_product(int type, const void *x, int64_t rows, const Packed *weigh
                       int threads) {
     bool done;
     if (type)
-        done = multiply<bfloat16>({(const bfloat16 *)x, rows, *weight, (const bfloat16 *)bias, gated != 0, (bfloat16 *)out}, threads);
+        done = multiply_any(Product<bfloat16>{(const bfloat16 *)x, rows, *weight, (const bfloat16 *)bias, gated != 0, (bfloat16 *)out}, threads);
     else
-        done = multiply<float>({(const float *)x, rows, *weight, (const float *)bias, gated != 0, (float *)out}, threads);
+        done = multiply_any(Product<float>{(const float *)x, rows, *weight, (const float *)bias, gated != 0, (float *)out}, threads);
     return done ? 0 : 1;
 }
 
@@ -94,6 +99,6 @@ int ladderize_product(int type, const void *x, int64_t rows, const Packed *weigh
 int ladderize_attend_prompt(int type, const Heads *size, const void *query, const Cache *cache, float scale, void *out,
                             int threads) {
     if (!has_room(*cache, *size, size->tokens)) return 1;
-    return type && attend_prompt(*size, (const bfloat16 *)query, *cache, scale, (bfloat16 *)out, threads) ? 0 : 2;
+    return type && attend_any_prompt(*size, (const bfloat16 *)query, *cache, scale, (bfloat16 *)out, threads) ? 0 : 2;
 }
 }

@@ -88,8 +88,19 @@ inline void store(bfloat16 *to, Vector x) {
 #endif
 }
 
+template <typename T> inline Vector rounded(Vector x) {
+    T stored[LANES];
+    store(stored, x);
+    return load(stored);
+}
+
 // Past the caches, where that can be said.
 template <typename T> inline void stream(T *to, Vector x) { store(to, x); }
+inline void finish_streams() {
+#ifdef __AVX512BF16__
+    _mm_sfence();
+#endif
+}
 #ifdef __AVX512BF16__
 inline void stream(bfloat16 *to, Vector x) { _mm256_stream_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
 #endif

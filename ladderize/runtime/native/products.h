@@ -1,7 +1,11 @@
-// Products with a packed weight; those of few rows by vectors. They take as long as memory takes to hand over the weights.
+// Products with a packed weight, by blocks. Those of few rows take as long as memory takes to hand over the weight.
 #pragma once
 
-#include "numbers.h"
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+
+#include "blocks.h"
 
 namespace {
 
@@ -11,20 +15,6 @@ struct Packed {
     const void *numbers;
     int64_t outputs, depth, width;
 };
-
-template <typename T> constexpr int64_t PAIR = sizeof(float) / sizeof(T);
-constexpr int64_t FEW = 8, VECTORS = 2, WIDTH = VECTORS * LANES; // the rows of a pass, and its outputs
-
-inline Vector plus_products(Vector sum, const float *x, const float *numbers) { return sum + *x * load(numbers); }
-inline Vector plus_products(Vector sum, const bfloat16 *x, const bfloat16 *numbers) {
-    const Words pairs = *(const LooseWords *)numbers;
-#ifdef __AVX512BF16__
-    const __m512bh both = (__m512bh)_mm512_set1_epi32(*(const LooseWord *)x);
-    return (Vector)_mm512_dpbf16_ps((__m512)sum, both, (__m512bh)pairs);
-#else
-    return sum + get(x[0]) * (Vector)(pairs << 16) + get(x[1]) * (Vector)(pairs & 0xffff0000u);
-#endif
-}
 
 // out [rows, outputs] = x [rows, depth] times the weight, plus bias, unless that is null. With `gated` the weight has gate's
 // outputs and then as many of up, and out is silu(gate) * up.
@@ -39,16 +29,16 @@ template <typename T> struct Product {
     bool streams = false; // whether out goes to memory past the caches, where it would push out what they hold
 };
 
-// Puts a row's sums of WIDTH outputs from `output` on; ups: the same of up, where it is gated, which fills its last block.
+// Puts a row's sums of `width` outputs from `output` on; ups: the same of up, where it is gated, which fills its last block.
 template <typename T>
-inline void put_sums(const Product<T> &product, const float *sums, const float *ups, int64_t row, int64_t output) {
+inline void put_sums(const Product<T> &product, const float *sums, const float *ups, int64_t width, int64_t row, int64_t output) {
     const T *bias = product.bias ? product.bias + output : nullptr;
     T *to = product.out + row * product.outputs + output;
-    if (product.outputs - output < WIDTH) {
+    if (product.outputs - output < width) {
         for (int64_t i = 0; i < product.outputs - output; ++i) put(to[i], sums[i] + (bias ? get(bias[i]) : 0.0f));
         return;
     }
-    for (int64_t i = 0; i < WIDTH; i += LANES) {
+    for (int64_t i = 0; i < width; i += LANES) {
         Vector sum = load(sums + i);
         if (bias) sum += load(bias + i);
         if (product.gated) {
@@ -60,31 +50,128 @@ inline void put_sums(const Product<T> &product, const float *sums, const float *
     }
 }
 
-// The sums of up to ROWS rows for WIDTH of the weight's outputs from `output` on; the last row is repeated.
-template <int ROWS, typename T> void add_products(const Product<T> &product, int64_t output, float (*sums)[WIDTH]) {
-    const Packed &weight = product.weight;
-    const int64_t line = weight.width * PAIR<T>, before = output % weight.width;
-    const T *numbers = (const T *)weight.numbers + (output - before) * weight.depth + before * PAIR<T>;
-    const T *from[ROWS];
-    for (int64_t row = 0; row < ROWS; ++row)
-        from[row] = product.x + (row < product.rows ? row : product.rows - 1) * weight.depth;
-    Vector sum[ROWS][VECTORS] = {};
-    for (int64_t i = 0; i < weight.depth; i += PAIR<T>, numbers += line)
-#pragma GCC unroll 2
-        for (int v = 0; v < VECTORS; ++v) {
-            const T *vector = numbers + v * LANES * PAIR<T>;
-            look_ahead(vector, LANES * PAIR<T>);
-#pragma GCC unroll 8
-            for (int row = 0; row < ROWS; ++row) sum[row][v] = plus_products(sum[row][v], from[row] + i, vector);
-        }
-    __builtin_memcpy(sums, sum, sizeof sum);
-}
+template <typename T> using Lines = std::unique_ptr<T, void (*)(void *)>;
+template <typename T> Lines<T> make_lines(int64_t count) { return {(T *)std::aligned_alloc(LINE, count * sizeof(T)), std::free}; }
 
-template <int ROWS, typename T> void multiply_rows(const Product<T> &product, int64_t output) {
-    float sums[ROWS][WIDTH], ups[ROWS][WIDTH];
-    add_products<ROWS>(product, output, sums);
-    if (product.gated) add_products<ROWS>(product, product.outputs + output, ups);
-    for (int64_t row = 0; row < product.rows; ++row) put_sums(product, sums[row], ups[row], row, output);
+// Rows from `first` on, and numbers of the depth from `start` on, that are multiplied at once.
+struct Part {
+    int64_t first, rows, start, depth;
+};
+
+// Rows are multiplied in bands of the engine's ROWS. As many as its BYTES hold meet each block of a weight, so that memory
+// hands it over once. Where they would be too few, the depth is cut, too, and sums of one part wait in memory for those of
+// the next.
+template <typename Engine> class BandedProduct {
+    using T = typename Engine::Number;
+    static constexpr int64_t ROWS = Engine::ROWS, OUTPUTS = Engine::OUTPUTS, MOST_DEPTH = 2048;
+
+  public:
+    // Sums of a band for OUTPUTS outputs from `output` on, and of up's; they leave row by row: those before `put` are out.
+    struct Leaving {
+        alignas(LINE) float sums[ROWS][OUTPUTS], ups[ROWS][OUTPUTS];
+        int64_t first = 0, rows = 0, output = 0, put = 0;
+
+        void put_rows(const Product<T> &product, int64_t count) {
+            for (; count > 0 && put < rows; --count, ++put) put_sums(product, sums[put], ups[put], OUTPUTS, first + put, output);
+        }
+    };
+
+    explicit BandedProduct(const Product<T> &product) : product(product) {
+        const int64_t all = bands(product.rows), band_bytes = ROWS * product.weight.depth * NUMBER<T>;
+        const int64_t pieces = all * band_bytes > Engine::BYTES ? parts(product.weight.depth, MOST_DEPTH) : 1;
+        depth = parts(product.weight.depth / IN_LINE<T>, pieces) * IN_LINE<T>;
+        at_once = parts(all, parts(all, std::max(Engine::BYTES / (ROWS * depth * NUMBER<T>), int64_t(1))));
+        packed = make_lines<T>(at_once * ROWS * depth);
+        if (is_cut()) waiting = make_lines<float>(parts(product.weight.outputs, OUTPUTS) * at_once * ROWS * OUTPUTS);
+    }
+
+    bool has_memory() const { return packed && (waiting || !is_cut()); }
+    int64_t rows_at_once() const { return at_once * ROWS; }
+    int64_t depth_at_once() const { return depth; }
+    int64_t bands(int64_t rows) const { return parts(rows, ROWS); }
+    bool ends_with(const Part &part) const { return part.start + part.depth == product.weight.depth; }
+
+    // Packs a band; rows beyond the last one are zeros.
+    void pack(const Part &part, int64_t band) const {
+        const T *x = product.x + (part.first + band * ROWS) * product.weight.depth + part.start;
+        T *to = packed.get() + band * ROWS * depth;
+        for (int64_t row = 0; row < ROWS; ++row)
+            for (int64_t i = 0; i < part.depth; i += IN_LINE<T>) {
+                const T *from = x + row * product.weight.depth + i;
+                look_ahead(from, IN_LINE<T>);
+                T *line = to + i * ROWS + row * IN_LINE<T>;
+                if (band * ROWS + row < part.rows)
+                    __builtin_memcpy(line, from, LINE);
+                else
+                    __builtin_memset(line, 0, LINE);
+            }
+    }
+
+    // A band times the weight's block of outputs from `output` on; the sums go to `sums`, unless they have to wait.
+    // Meanwhile some of those before leave.
+    void multiply(const Engine &engine, const Part &part, int64_t band, int64_t output, Leaving &before, float *sums) const {
+        constexpr int64_t STRIDE = OUTPUTS * WORD;
+        const int64_t number = output / OUTPUTS, bytes = OUTPUTS * product.weight.depth * NUMBER<T>;
+        const char *words = (const char *)product.weight.numbers + number * bytes + part.start * OUTPUTS * NUMBER<T>;
+        // One band asks for what it reads in a moment; of several each asks for its share of the next block
+        const int64_t all = bands(part.rows), lines = parts(OUTPUTS, all), share = lines * LINE * (part.depth / IN_LINE<T>);
+        const char *asked = words + (all > 1 ? bytes + band * share : AHEAD);
+        float *kept = is_cut() ? waiting.get() + (number * at_once + band) * ROWS * OUTPUTS : nullptr;
+        const T *rows = packed.get() + band * ROWS * depth;
+        float *to = ends_with(part) ? sums : kept;
+        engine.multiply({rows, words, LANES * WORD, STRIDE, part.depth, part.start ? kept : nullptr, to, OUTPUTS}, [&] {
+            for (int64_t line = 0; line < lines; ++line, asked += LINE) __builtin_prefetch(asked, 0, Engine::NEAR);
+            before.put_rows(product, Engine::ROWS_MEANWHILE);
+        });
+    }
+
+  private:
+    bool is_cut() const { return depth < product.weight.depth; }
+
+    const Product<T> product;
+    int64_t at_once, depth; // bands, and numbers of the depth
+    Lines<T> packed = {nullptr, std::free};
+    Lines<float> waiting = {nullptr, std::free}; // [block][band][ROWS][OUTPUTS]
+};
+
+// Returns false where the weight, or memory, is not made for the engine: then nothing was done.
+template <typename Engine, typename T> bool multiply(Product<T> product, int threads) {
+    constexpr int64_t OUTPUTS = Engine::OUTPUTS;
+    const int64_t rows = product.rows, depth = product.weight.depth, outputs = product.outputs;
+    if (product.weight.width != OUTPUTS || depth % IN_LINE<T> || (product.gated && outputs % OUTPUTS)) return false;
+    const bool is_large = rows * outputs * NUMBER<T> >= 1 << 20;
+    product.streams = is_large && outputs % OUTPUTS == 0 && uintptr_t(product.out) % LINE == 0;
+    const BandedProduct<Engine> banded(product);
+    if (!banded.has_memory()) return false;
+#pragma omp parallel if (threads > 1) num_threads(threads)
+    {
+        const Engine engine(rows);
+        typename BandedProduct<Engine>::Leaving turns[2];
+        int turn = 0;
+        for (int64_t first = 0; first < rows; first += banded.rows_at_once())
+            for (int64_t start = 0; start < depth; start += banded.depth_at_once()) {
+                const Part part = {first, std::min(rows - first, banded.rows_at_once()), start,
+                                   std::min(depth - start, banded.depth_at_once())};
+                const int64_t bands = banded.bands(part.rows);
+#pragma omp for
+                for (int64_t band = 0; band < bands; ++band) banded.pack(part, band);
+#pragma omp for
+                for (int64_t output = 0; output < outputs; output += OUTPUTS)
+                    for (int64_t band = 0; band < bands; ++band) {
+                        auto &now = turns[turn], &before = turns[turn ^ 1];
+                        banded.multiply(engine, part, band, output, before, now.sums[0]);
+                        if (product.gated) banded.multiply(engine, part, band, outputs + output, before, now.ups[0]);
+                        before.put_rows(product, Engine::ROWS);
+                        if (!banded.ends_with(part)) continue;
+                        now.first = first + band * Engine::ROWS, now.rows = std::min(part.rows - band * Engine::ROWS, Engine::ROWS);
+                        now.output = output, now.put = 0;
+                        turn ^= 1;
+                    }
+            }
+        turns[turn ^ 1].put_rows(product, Engine::ROWS);
+        if (product.streams) finish_streams();
+    }
+    return true;
 }
 
 } // namespace
