@@ -17,6 +17,7 @@ import platform
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 PROMPT, NEW = 32, 48
@@ -122,12 +123,17 @@ def matrix_vector(rank: int, store: str, packed: bool):
     import torch.nn.functional as F
 
     in_group(rank, store)
+    from ladderize.runtime.cpu_operations import CpuOperations
     from ladderize.runtime.layers import Linear
+    from ladderize.runtime.native.library import kernels
 
     sizes = [(768, 1024), (1024, 512), (2816, 1024), (1024, 1408)] * 16
     weights = [torch.randn(size).bfloat16() for size in sizes]
     if packed:
-        weights = [Linear(weight, pack=True) for weight in weights]
+        operations = CpuOperations(kernels())
+        products = [partial(operations.product, Linear(weight, pack=True)) for weight in weights]
+    else:
+        products = [partial(F.linear, weight=weight) for weight in weights]
     inputs = {width: torch.randn(1, 1, width).bfloat16() for width in (512, 1024, 1408)}
     total = sum(2 * rows * columns for rows, columns in sizes)
 
@@ -136,8 +142,8 @@ def matrix_vector(rank: int, store: str, packed: bool):
         begin = time.perf_counter()
         with torch.inference_mode():
             for _ in range(5):
-                for weight, (_, width) in zip(weights, sizes, strict=True):
-                    weight(inputs[width]) if packed else F.linear(inputs[width], weight)
+                for multiply, (_, width) in zip(products, sizes, strict=True):
+                    multiply(inputs[width])
         return {"ms": (time.perf_counter() - begin) / 5 * 1e3, "bytes": total}
 
     return step

@@ -3,11 +3,10 @@
     python benchmarks/products_cpu.py [--out benchmarks/results/products_cpu.json]
 
 One thread. ``plain`` is F.linear by PyTorch's own loops, which is what bfloat16 gets where oneDNN does not multiply it;
-``packed`` is oneDNN's product with a weight in its blocked layout, ``own`` the runtime's with the same weight, which
-has kernels for few rows, and with tiles (AMX) for all of bfloat16. Weights lie in huge pages, as the runtime's do, but
-for ``packed, small pages``. With the limit ``avx2`` all is kept to AVX2, so that this machine stands for one that has
-no more; PyTorch then refuses to pack bfloat16, and nothing is measured in its place; ``bf16`` leaves out the tiles
-(AMX). Weights are rotated, so that no cache holds one.
+``packed`` is oneDNN's product with a weight in its blocked layout, ``own`` the runtime's. Weights lie in huge pages, as
+the runtime's do, and are rotated, so that no cache holds one. Limits keep all to what other processors have: ``bf16``
+leaves out the tiles (AMX), ``avx512`` products of bfloat16, too. With ``avx2`` PyTorch refuses to pack bfloat16, and
+nothing is measured in its place.
 """
 
 import argparse
@@ -32,6 +31,7 @@ from ladderize.runtime.native.library import kernels
 LIMITS = {
     "none": {},
     "bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "CXX": "g++ -mno-amx-bf16"},
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "CXX": "g++ -mno-amx-bf16 -mno-avx512bf16"},
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "CXX": "g++ -mno-avx512f -mno-amx-bf16"},
 }
 SIZES = ((4096, 1024), (1024, 2048))  # out, in
@@ -58,17 +58,13 @@ def own(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 def measure(limit: str) -> list[dict]:
     torch.set_num_threads(1)
-    kinds = {}
-    if limit != "avx2":
-        of_bfloat16 = {"packed, small pages": packed, "packed": packed, "own": own}
-        kinds |= {f"bfloat16 {name}": (torch.bfloat16, make) for name, make in of_bfloat16.items()}
-    kinds |= {"bfloat16 plain": (torch.bfloat16, plain)}
-    kinds |= {f"float32 {make.__name__}": (torch.float32, make) for make in (packed, own)}
+    set_up_heap()
+    makes = [(torch.bfloat16, packed), (torch.bfloat16, own), (torch.bfloat16, plain), (torch.float32, packed)]
+    makes = makes[limit == "avx2" :] + [(torch.float32, own)]
+    kinds = {f"{str(dtype).removeprefix('torch.')} {make.__name__}": (dtype, make) for dtype, make in makes}
     rows: list[dict] = []
     products: dict[tuple, list[Callable[[Tensor], Tensor]]] = {}
     for name, (dtype, make) in kinds.items():
-        if "small pages" not in name:
-            set_up_heap()
         for size in SIZES:
             products[name, size] = [make(torch.randn(size).to(dtype)) for _ in range(WEIGHTS)]
     for size in SIZES:

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from ladderize.families.base import GELU, ROPE, SILU, Decoder
-from ladderize.runtime import layers, spec
 from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.kv_cache import KVCache, NoCache, PartsCache
-from ladderize.runtime.layers import Linear, RMSNorm, Sublayer
+from ladderize.runtime.layers import Linear, RMSNorm, Sublayer, pack_weight
 from ladderize.runtime.native.library import Packed, kernels
 from ladderize.runtime.operations import Operations
 from ladderize.runtime.spec import choose_operations
@@ -193,54 +192,44 @@ def test_parts_of_a_prompt(compiled, dtype, dim):
 
 @dataclass
 class Engine:
-    """Operations by some of a CPU's instructions; ``width``: of the blocks of a bfloat16 weight that they multiply."""
+    """Operations by some of the instructions that a CPU may have."""
 
-    name: str
     operations: CpuOperations
-    width: int
+    width: int  # outputs of a block
 
     def linear(self, weight, bias=None):
-        """Pack as native/products.h says, whatever oneDNN does on this CPU."""
         linear = Linear(weight, bias)
-        width, pair = (self.width, 2) if weight.dtype == torch.bfloat16 else (64, 1)
-        outputs, depth = weight.shape
-        blocks = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % width)).view(-1, width, depth // pair, pair)
-        numbers = blocks.transpose(1, 2).contiguous()
-        linear.packed = Packed(numbers.data_ptr(), outputs, depth, width)
-        linear.packed.numbers_kept = numbers
+        linear.weight = pack_weight(weight, self.width)
+        linear.packed = Packed(linear.weight.data_ptr(), *weight.shape)
         return linear
 
 
+PROCESSOR = Path("/proc/cpuinfo").read_text()
 HEADER = ROOT / "tests" / "simulated_tiles.h"
-TILES = "g++" if "amx_bf16" in Path("/proc/cpuinfo").read_text() else f"g++ -include {HEADER}"
-COMPILERS = {"tiles": TILES, "vectors": "g++ -mno-amx-bf16", "no bfloat16": "g++ -mno-amx-bf16 -mno-avx512bf16"}
+COMPILERS = {
+    "tiles": "g++" if "amx_bf16" in PROCESSOR else f"g++ -include {HEADER}",
+    "AVX512-bf16": "g++ -mno-amx-bf16",
+    "AVX512": "g++ -mno-amx-bf16 -mno-avx512bf16",
+    "AVX2": "g++ -mno-amx-bf16 -mno-avx512f",
+}
 
 
 @pytest.fixture(scope="module", params=COMPILERS)
 def engine(request, tmp_path_factory):
     """Tiles are simulated where the CPU has none."""
-    if "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("this CPU has no products of bfloat16")
+    if request.param == "tiles" and "avx512f" not in PROCESSOR:
+        pytest.skip("what lies around the tiles needs AVX512")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", COMPILERS[request.param])
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("kernels")))  # the header has no part in a name
-        return Engine(request.param, CpuOperations(kernels.__wrapped__()), 32 if request.param == "tiles" else 64)
-
-
-@pytest.fixture
-def by_pytorch(monkeypatch):
-    """The numbers of rows of products that no kernel of ours has computed."""
-    call, seen = Linear.__call__, []
-    monkeypatch.setattr(Linear, "__call__", lambda self, x: (seen.append(x.shape[:-1].numel()), call(self, x))[1])
-    return seen
+        library = kernels.__wrapped__()
+    return Engine(CpuOperations(library), library.ladderize_width())
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("tokens", [5, 31, 32, 256, 257, 600])
 def test_prompts_by_blocks(engine, monkeypatch, tokens, threads):
     """Long ones, too, whose last columns nothing may read: they are no numbers."""
-    if engine.name == "no bfloat16":
-        pytest.skip("PyTorch's attention is taken")
     engine.operations.threads = threads
     monkeypatch.delattr("ladderize.runtime.cpu_operations.attend")
     case = attention_case(torch.bfloat16, dim=some(32, 64, 128))
@@ -257,20 +246,17 @@ def test_prompts_by_blocks(engine, monkeypatch, tokens, threads):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products(engine, by_pytorch, dtype, biased, threads):
+def test_products(engine, dtype, biased, threads):
     operations = engine.operations
     operations.threads = threads
-    outputs, depth = some(5, 32, 33, 64, 100, 1000), some(32, 64, 96, 352)
+    outputs, depth = some(5, 32, 33, 64, 100, 1000), some(5, 32, 64, 90, 352)
     weight = (torch.randn(outputs, depth) * depth**-0.5).to(dtype)
     bias = torch.randn(outputs).to(dtype) if biased else None
     linear, plain = engine.linear(weight, bias), Linear(weight, bias)
-    most = float("inf") if dtype == torch.bfloat16 else 8
     for rows in (1, 2, 3, 5, 8, 9, 16, 17, 31, 32, 33, some(64, 65, 100, 300)):
         x = torch.randn(2, rows, depth).to(dtype)[1:]
         exact = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
         assert_as_good(operations.product(linear, x), plain(x), exact)
-        assert by_pytorch == [rows] * (rows > most) + [rows]
-        by_pytorch.clear()
     assert operations.product(linear, torch.empty(0, depth, dtype=dtype)).shape == (0, outputs)
     x = torch.randn(3, 2, depth).to(dtype)
     x[1] = torch.nan
@@ -281,14 +267,13 @@ def test_products(engine, by_pytorch, dtype, biased, threads):
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_products(engine, monkeypatch, dtype, biased, threads):
-    """Where up begins within a block, gate and up meet behind the product, as with more rows than a kernel takes."""
+    """Where up begins within a block, gate and up meet behind the product."""
     operations = engine.operations
     operations.threads, behind = threads, []
     gated = operations.gated
     monkeypatch.setattr(operations, "gated", lambda *arguments: (behind.append(rows), gated(*arguments))[1])
-    most = float("inf") if dtype == torch.bfloat16 else 8
     depth = some(32, 64, 352)
-    for inner in (some(64, 128, 1088), 48):
+    for inner in (some(32, 64, 96, 1088), 40):
         weight = (torch.randn(2 * inner, depth) * depth**-0.5).to(dtype)
         bias = torch.randn(2 * inner).to(dtype) if biased else None
         linear = engine.linear(weight, bias)
@@ -299,7 +284,7 @@ def test_gated_products(engine, monkeypatch, dtype, biased, threads):
             plain = Operations().gated_product(Linear(weight, bias), x, SILU)
             behind.clear()
             assert_as_good(operations.gated_product(linear, x, SILU), plain, exact)
-            assert behind == [rows] * (inner == 48 or rows > most)
+            assert behind == [rows] * (inner == 40)
     torch.testing.assert_close(operations.gated_product(linear, x, GELU), operations.gated(linear(x), GELU))
 
 
@@ -330,34 +315,39 @@ def test_products_that_no_cache_holds(engine):
     assert_as_good(engine.operations.gated_product(engine.linear(weight), x, SILU), plain, exact)
 
 
-def test_products_of_an_order_that_is_not_known(compiled, by_pytorch, monkeypatch):
-    """Half a pair or a line; or an order that oneDNN may take on another CPU."""
-    for outputs, depth, dtype in ((64, 72, torch.bfloat16), (64, 33, torch.bfloat16), (16, 33, torch.float32)):
-        weight = torch.randn(outputs, depth).to(dtype)
-        linear, x = Linear(weight, pack=True), torch.randn(2, depth).to(dtype)
-        torch.testing.assert_close(compiled.product(linear, x), x @ weight.T)
-    assert len(by_pytorch) == 3
-    known = {dtype: layers.packed_width(dtype) for dtype in DTYPES}
-    monkeypatch.setattr(layers, "packed_width", lambda dtype: {64: 32, 32: 64}.get(known[dtype]))
-    for dtype in DTYPES:
-        assert Linear(torch.randn(64, 64).to(dtype), pack=True).packed is None
-
-
-@pytest.mark.skipif("avx512_bf16" not in Path("/proc/cpuinfo").read_text(), reason="oneDNN packs in another order")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_of_the_order_that_onednn_takes(compiled, by_pytorch, dtype):
-    weight, x = torch.randn(some(100, 128, 192), 96).to(dtype), torch.randn(7, 96).to(dtype)
-    found = compiled.product(Linear(weight, pack=True), x)
-    assert by_pytorch == []
-    assert_as_good(found, x @ weight.T, x.float() @ weight.float().T)
+def test_packed_weights(dtype):
+    """Word by word, and back; where a rank lacks the kernels, PyTorch multiplies them."""
+    width, outputs, depth = some(16, 32), some(1, 32, 70), some(1, 32, 45)
+    pair, line = 4 // dtype.itemsize, 64 // dtype.itemsize
+    weight, bias = torch.randn(outputs, depth).to(dtype), torch.randn(outputs).to(dtype)
+    packed = pack_weight(weight, width).flatten()
+    whole = -(-depth // line) * line
+    assert packed.numel() == -(-outputs // width) * width * whole
+    expected = torch.zeros_like(packed)
+    for output in range(outputs):
+        for i in range(depth):
+            block = output // width * width * whole
+            expected[block + i // pair * width * pair + output % width * pair + i % pair] = weight[output, i]
+    assert torch.equal(packed, expected)
+    linear, x = Linear(weight, bias, pack=True), torch.randn(3, depth).to(dtype)
+    assert linear.packed is not None
+    assert torch.equal(linear(x), Linear(weight, bias)(x))
+
+
+def test_weights_that_no_kernel_multiplies(compiled):
+    half, plain = Linear(torch.randn(64, 64).half(), pack=True), Linear(torch.randn(64, 64))
+    for linear in (half, plain):
+        x = torch.randn(2, 64).to(linear.weight.dtype)
+        assert linear.packed is None
+        assert torch.equal(compiled.product(linear, x), linear(x))
 
 
 def test_wrong_input_of_a_product(compiled):
     linear = Linear(torch.randn(64, 64), pack=True)
-    with pytest.raises(RuntimeError):
-        compiled.product(linear, torch.randn(2, 32))
-    with pytest.raises(RuntimeError):
-        compiled.product(linear, torch.randn(2, 64).bfloat16())
+    for x in (torch.randn(2, 32), torch.randn(2, 64).bfloat16()):
+        with pytest.raises(ValueError, match="for a weight of torch.float32, depth 64"):
+            compiled.product(linear, x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -411,13 +401,6 @@ def test_no_compiler(fresh_library, tmp_path):
     fresh_library.delenv("CXX")
     fresh_library.setenv("PATH", str(tmp_path))
     assert "no C++ compiler was found (g++, clang++)" in choose_operations(ALONE, torch.bfloat16).note
-
-
-def test_a_cpu_without_products_of_bfloat16(monkeypatch):
-    """Its user is told of float32, where prompts are read faster."""
-    monkeypatch.setattr(spec, "packable_dtypes", lambda: (torch.float32,))
-    assert "does not multiply bfloat16 on this CPU; with --dtype float32" in choose_operations(ALONE, DTYPES[1]).note
-    assert choose_operations(ALONE, torch.float32).note == ""
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,10 @@ from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, ring_share
 from ladderize.runtime.launch import run
 from ladderize.runtime.layers import Linear
+from ladderize.runtime.operations import Operations
+from ladderize.runtime.spec import choose_operations
+
+Product = Callable[[torch.Tensor], torch.Tensor]
 
 NAME = "this machine"  # of the device and the link
 IN_A_ROW = 12  # products or messages of one sample: after a barrier ranks do not start at once
@@ -122,29 +126,30 @@ def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, consol
     check_room(2 * sizes.pool_bytes + 3 * widest, group.device, "calibrate", "free some", processes=group.local_size)
     timer = partial(seconds_together, group, rounds=ROUNDS)
     collectives, chosen = choose(backend, group, max_bytes=max(MESSAGES))
+    operations = choose_operations(group, kind)
     products, messages, slowed, launch = [], [], [], 0.0
     with torch.inference_mode():
         with console.progress(f"timing {group.size} rank{'s' * (group.size > 1)}", len(sizes.widths)) as advance:
             for width in sizes.widths:
-                weights = _weights(width, sizes.pool_bytes, kind, group.device)
+                pool = _pool(width, sizes.pool_bytes, kind, operations, group.device)
                 for rows in sizes.rows:
                     x = torch.randn(rows, width, dtype=kind, device=group.device)
-                    products.append(TimedProduct(rows, width, timer(partial(_multiply, weights, x), IN_A_ROW)))
+                    products.append(TimedProduct(rows, width, timer(partial(_multiply, pool, x), IN_A_ROW)))
                 advance(1)
         if group.size > 1:
             with console.stage("timing all-reduces"):
-                weights = _weights(sizes.widths[0], sizes.pool_bytes, kind, group.device)
+                pool = _pool(sizes.widths[0], sizes.pool_bytes, kind, operations, group.device)
                 x = torch.randn(1, sizes.widths[0], dtype=kind, device=group.device)
-                product = timer(partial(_multiply, weights, x), IN_A_ROW)
+                product = timer(partial(_multiply, pool, x), IN_A_ROW)
                 for size in MESSAGES:
                     message = torch.zeros(size // kind.itemsize, dtype=kind, device=group.device)
-                    sums = partial(_multiply, weights, x, after=partial(collectives.all_reduce, message))
+                    sums = partial(_multiply, pool, x, after=partial(collectives.all_reduce, message))
                     both = timer(sums, IN_A_ROW)
                     messages.append(TimedMessage(size, max(both - product, LEAST_SECONDS)))
                     if size in MESSAGES[len(MESSAGES) // 2 :]:
                         # a message of ``a`` seconds and longer compute of ``c`` take c + contention * a together
                         count = max(1, round(COVER * messages[-1].seconds / product))
-                        hidden = timer(partial(_multiply_beside, weights, x, message, collectives, count), 1)
+                        hidden = timer(partial(_multiply_beside, pool, x, message, collectives, count), 1)
                         slowed.append((hidden - count * product) / messages[-1].seconds)
         if group.device.type == "cuda":
             small, weight = (torch.ones(rows, 64, dtype=kind, device="cuda") for rows in (1, 64))
@@ -154,26 +159,30 @@ def time_group(group: Ranks, sizes: TimedSizes, dtype: str, backend: str, consol
     return TimedGroup(group.size, chosen, environment(group), products, messages, contention, 1e6 * launch)
 
 
-def _weights(width: int, pool_bytes: int, dtype: torch.dtype, device: torch.device) -> list[Linear]:
-    """Return at least two weights, and as many as ``pool_bytes`` hold, but no more than are used in a row."""
+def _pool(
+    width: int, pool_bytes: int, dtype: torch.dtype, operations: Operations, device: torch.device
+) -> list[Product]:
+    """Return the runtime's products with at least two weights, and as many as ``pool_bytes`` hold, but no more than are
+    used in a row."""
     count = min(IN_A_ROW, max(2, pool_bytes // (width * width * dtype.itemsize)))
-    return [Linear(torch.randn(width, width, dtype=dtype, device=device), pack=True) for _ in range(count)]
+    weights = (torch.randn(width, width, dtype=dtype, device=device) for _ in range(count))
+    return [partial(operations.product, Linear(weight, pack=True)) for weight in weights]
 
 
 def _multiply(
-    weights: list[Linear], x: torch.Tensor, count: int = IN_A_ROW, after: Callable[[], object] = lambda: None
+    pool: Sequence[Product], x: torch.Tensor, count: int = IN_A_ROW, after: Callable[[], object] = lambda: None
 ) -> None:
     for number in range(count):
-        weights[number % len(weights)](x)
+        pool[number % len(pool)](x)
         after()
 
 
 def _multiply_beside(
-    weights: list[Linear], x: torch.Tensor, message: torch.Tensor, collectives: Collectives, count: int
+    pool: Sequence[Product], x: torch.Tensor, message: torch.Tensor, collectives: Collectives, count: int
 ) -> None:
     """Multiply ``count`` times while a message is in flight."""
     handle = collectives.all_reduce_async(message)
-    _multiply(weights, x, count)
+    _multiply(pool, x, count)
     handle.wait()
 
 

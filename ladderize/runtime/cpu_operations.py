@@ -10,7 +10,7 @@ from ladderize.families.base import GELU
 from ladderize.runtime.collectives.differentiable import Stream, whole
 from ladderize.runtime.kv_cache import KVCache, NoCache
 from ladderize.runtime.layers import Linear, RMSNorm, Sublayer
-from ladderize.runtime.native.library import TYPES, Cache, Heads, address
+from ladderize.runtime.native.library import TYPES, Cache, Heads, Packed, address
 from ladderize.runtime.operations import Operations, attend
 from ladderize.runtime.step import Step
 
@@ -20,31 +20,34 @@ class CpuOperations(Operations):
 
     name = "compiled"
 
-    def __init__(self, library: ctypes.CDLL, note: str = "") -> None:
-        super().__init__(note)
+    def __init__(self, library: ctypes.CDLL) -> None:
+        super().__init__()
         self._rms_norm, self._gated = library.ladderize_rms_norm, library.ladderize_gated
         self._rotate, self._attend = library.ladderize_rotate, library.ladderize_attend
         self._attend_prompt, self._product = library.ladderize_attend_prompt, library.ladderize_product
+        self._width = library.ladderize_width()
         self.threads = torch.get_num_threads()
 
     def product(self, linear: Linear, x: Tensor) -> Tensor:
-        out = self._multiplied(linear, x, gated=False)
-        return linear(x) if out is None else out
+        return linear(x) if linear.packed is None else self._multiplied(linear, linear.packed, x, gated=False)
 
     def gated_product(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
-        out = None if activation == GELU else self._multiplied(linear, x, gated=True)
-        return super().gated_product(linear, x, activation) if out is None else out
+        packed = linear.packed
+        if packed is None or activation == GELU or packed.outputs % (2 * self._width):  # up begins within a block
+            return super().gated_product(linear, x, activation)
+        return self._multiplied(linear, packed, x, gated=True)
 
-    def _multiplied(self, linear: Linear, x: Tensor, *, gated: bool) -> Tensor | None:
-        """Return the product; None for more rows, or another weight, than the kernels multiply."""
-        packed, depth = linear.packed, x.shape[-1]
-        if packed is None or x.numel() == 0 or x.dtype != linear.weight.dtype or depth != packed.depth:
-            return None
-        x = x.contiguous()
+    def _multiplied(self, linear: Linear, packed: Packed, x: Tensor, *, gated: bool) -> Tensor:
+        if x.dtype != linear.weight.dtype or x.shape[-1] != packed.depth:
+            raise ValueError(
+                f"x of {x.dtype} {tuple(x.shape)} for a weight of {linear.weight.dtype}, depth {packed.depth}"
+            )
+        x, rows = x.contiguous(), x.shape[:-1].numel()
         out = x.new_empty(*x.shape[:-1], packed.outputs // 2 if gated else packed.outputs)
-        factors = x.data_ptr(), x.numel() // depth, byref(packed), address(linear.bias)
-        failed = self._product(TYPES[x.dtype], *factors, gated, out.data_ptr(), self.threads)
-        return None if failed else out
+        factors = x.data_ptr(), rows, byref(packed), address(linear.bias)
+        if rows and self._product(TYPES[x.dtype], *factors, gated, out.data_ptr(), self.threads):
+            raise MemoryError(f"no memory to multiply {rows} rows")
+        return out
 
     def norm(self, norm: RMSNorm | None, x: Stream) -> Tensor:
         x = whole(x).contiguous()

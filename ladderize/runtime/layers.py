@@ -2,8 +2,6 @@
 
 Row-parallel layers (o, down) return a *partial sum*, which the caller reduces: the bias belongs to no rank."""
 
-import ctypes
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,29 +9,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladderize.runtime.native.library import Packed
+from ladderize.runtime.native.library import TYPES, Packed, kernels
 from ladderize.runtime.shards import Shape
+
+LINE = 64  # bytes: of a processor's caches
 
 
 class Linear:
-    """The product y = x W^T + b with an inference-only weight [out, in]; ``pack``: in oneDNN's blocked layout (CPU). A
-    packed bfloat16 product of one token reads memory about 1.5 times as fast as F.linear, which reorders as it goes; a
-    packed float32 one gains a fifth on prompts (benchmarks/decode_cpu.py measures both).
+    """The product y = x W^T + b with an inference-only weight [out, in]; ``pack``: as the kernels of a CPU multiply it,
+    where this process has them."""
 
-    packed: where oneDNN has put the weight's numbers, if our own kernels can read them."""
-
-    __slots__ = ("bias", "is_packed", "packed", "weight")
+    __slots__ = ("bias", "packed", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = False) -> None:
-        self.is_packed = pack and weight.device.type == "cpu" and weight.dtype in packable_dtypes()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self.is_packed else weight
-        self.packed = packed_numbers(weight, self.weight) if self.is_packed else None
-        self.bias = bias
+        library = kernels() if pack and weight.device.type == "cpu" and weight.dtype in TYPES else ""
+        self.weight, self.bias, self.packed = weight, bias, None
+        if not isinstance(library, str):
+            self.weight = pack_weight(weight, library.ladderize_width())
+            self.packed = Packed(self.weight.data_ptr(), *weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.is_packed:
-            return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
+        if self.packed is None:
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, unpack_weight(self.weight, self.packed.outputs, self.packed.depth), self.bias)
 
 
 class JoinedLinears(list[Linear]):
@@ -77,42 +75,19 @@ class RMSNorm:
         ]
 
 
-@functools.cache
-def packable_dtypes() -> tuple[torch.dtype, ...]:
-    """Return the dtypes that oneDNN multiplies natively here; emulated, packed products are slower than plain ones."""
-    if not torch.backends.mkldnn.is_available():
-        return ()
-    is_native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return (torch.float32, torch.bfloat16) if is_native else (torch.float32,)
+def pack_weight(weight: Tensor, width: int) -> Tensor:
+    """Return a weight [outputs, depth] as native/products.h reads it: [blocks, words, numbers]. A word is a pair of
+    bfloat16, or a float, and those of ``width`` outputs lie side by side. Zeros fill the last block and line."""
+    missing = -weight.shape[1] % (LINE // weight.itemsize), -weight.shape[0] % width
+    filled = F.pad(weight, (0, missing[0], 0, missing[1])) if any(missing) else weight.contiguous()
+    wide = filled.view(torch.int32)
+    return wide.view(-1, width, wide.shape[1]).transpose(1, 2).contiguous().view(weight.dtype)
 
 
-def packed_numbers(weight: Tensor, packed: Tensor) -> Packed | None:
-    """Return where oneDNN has put the numbers of ``weight`` [outputs, depth]; None for an order that native/products.h
-    does not know. oneDNN chooses it, and does not tell: so the first block is compared with the weight."""
-    (outputs, depth), width = weight.shape, packed_width(weight.dtype)
-    if width is None or not is_packed_by(width, weight, packed):
-        return None
-    return Packed(torch.ops.mkldnn.data_ptr(packed), outputs, depth, width)
-
-
-@functools.cache
-def packed_width(dtype: torch.dtype) -> int | None:
-    """Return how many outputs lie side by side in a weight that oneDNN packs on this CPU, found by random numbers."""
-    weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    return next((width for width in (64, 32) if is_packed_by(width, weight, packed)), None)
-
-
-def is_packed_by(width: int, weight: Tensor, packed: Tensor) -> bool:
-    """Return whether ``packed`` has the size, and its first block the order, that native/products.h describes."""
-    (outputs, depth), itemsize, pair = weight.shape, weight.itemsize, 4 // weight.itemsize
-    size = width * depth * itemsize
-    if depth % pair or torch.ops.mkldnn._nbytes(packed) != -(-outputs // width) * size:
-        return False
-    memory = (ctypes.c_char * size).from_address(torch.ops.mkldnn.data_ptr(packed))
-    rows = F.pad(weight[:width], (0, 0, 0, max(0, width - outputs)))
-    expected = rows.view(width, depth // pair, pair).transpose(0, 1).flatten()
-    return torch.equal(torch.frombuffer(memory, dtype=weight.dtype), expected)
+def unpack_weight(packed: Tensor, outputs: int, depth: int) -> Tensor:
+    """Return the weight [outputs, depth] that pack_weight was given."""
+    wide = packed.view(torch.int32).transpose(1, 2).contiguous()
+    return wide.view(-1, wide.shape[2]).view(packed.dtype)[:outputs, :depth]
 
 
 @dataclass

@@ -19,7 +19,7 @@ from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.cpu_operations import CpuOperations
 from ladderize.runtime.decode import Generator, rope_table
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.layers import Weights, packable_dtypes
+from ladderize.runtime.layers import Weights
 from ladderize.runtime.loader import CheckpointSource, RandomSource, Read, load_weights
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.native.library import TYPES, agreed_kernels, why_no_triton
@@ -148,15 +148,8 @@ def choose_operations(group: Ranks, dtype: torch.dtype) -> Operations:
         return GpuOperations(2 * torch.cuda.get_device_properties(group.device).multi_processor_count)
     if group.device.type != "cpu" or dtype not in TYPES:
         return Operations()
-    notes = []
-    if dtype != torch.float32 and packable_dtypes() == (torch.float32,):  # benchmarks/products_cpu.py
-        name = str(dtype).removeprefix("torch.")
-        notes.append(f"oneDNN does not multiply {name} on this CPU; with --dtype float32 it reads prompts faster")
     kernels = agreed_kernels(group)
-    if isinstance(kernels, str):
-        notes.append(f"slower than it could be: {kernels}")
-        return Operations("; ".join(notes))
-    return CpuOperations(kernels, "; ".join(notes))
+    return Operations(f"slower than it could be: {kernels}") if isinstance(kernels, str) else CpuOperations(kernels)
 
 
 def open_generator(

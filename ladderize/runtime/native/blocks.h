@@ -22,6 +22,7 @@ template <typename T> struct Block {
     const float *before;
     float *sums;
     int64_t sum_stride;
+    bool looks_ahead; // whether words come from memory
 };
 
 } // namespace

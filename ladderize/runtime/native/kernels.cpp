@@ -10,17 +10,19 @@
 
 namespace {
 
-// Returns false for more rows, or another weight, than is multiplied here.
-bool multiply_any(const Product<bfloat16> &product, int threads) {
-#ifdef __AMX_BF16__
-    if (has_tiles && multiply<Tiles>(product, threads)) return true;
-#endif
-    return multiply<Vectors<bfloat16, 4, 4>>(product, threads);
+constexpr int MANY = LANES == 16 ? 8 : 5; // rows whose sums fit the registers, as GCC hands them out
+
+template <typename T> bool multiply_by_vectors(const Product<T> &product, int threads) {
+    if (product.rows == 1) return multiply<Vectors<T, 1>>(product, threads);
+    return product.rows <= 4 ? multiply<Vectors<T, 4>>(product, threads) : multiply<Vectors<T, MANY>>(product, threads);
 }
 
-bool multiply_any(const Product<float> &product, int threads) {
-    constexpr int64_t MOST_ROWS = 8; // of more, oneDNN reads a weight less often
-    return product.rows <= MOST_ROWS && multiply<Vectors<float, 4, 4>>(product, threads);
+bool multiply_by_any(const Product<float> &product, int threads) { return multiply_by_vectors(product, threads); }
+bool multiply_by_any(const Product<bfloat16> &product, int threads) {
+#ifdef __AMX_BF16__
+    if (has_tiles) return multiply<Tiles>(product, threads);
+#endif
+    return multiply_by_vectors(product, threads);
 }
 
 // Returns false for heads that are not multiplied here.
@@ -28,10 +30,7 @@ bool attend_any_prompt(const Heads &size, const bfloat16 *query, const Cache &ca
 #ifdef __AMX_BF16__
     if (has_tiles) return attend_prompt<Tiles>(size, query, cache, scale, out, threads);
 #endif
-#ifdef __AVX512BF16__
-    return attend_prompt<Vectors<bfloat16, 8, 2>>(size, query, cache, scale, out, threads);
-#endif
-    return false;
+    return attend_prompt<Vectors<bfloat16, LANES / 2>>(size, query, cache, scale, out, threads);
 }
 
 } // namespace
@@ -83,14 +82,19 @@ int ladderize_attend(int type, const Heads *size, const void *query, const Cache
     return 0;
 }
 
-// Returns 0, or 1 for more rows, or another weight, than is multiplied here: then nothing was written.
+// How many outputs of a packed weight lie side by side.
+int ladderize_width() { return WIDTH; }
+
+// Returns 0, or 1 where memory is short.
 int ladderize_product(int type, const void *x, int64_t rows, const Packed *weight, const void *bias, int gated, void *out,
                       int threads) {
     bool done;
     if (type)
-        done = multiply_any(Product<bfloat16>{(const bfloat16 *)x, rows, *weight, (const bfloat16 *)bias, gated != 0, (bfloat16 *)out}, threads);
+        done = multiply_by_any(Product<bfloat16>{(const bfloat16 *)x, rows, *weight, (const bfloat16 *)bias, gated != 0,
+                                                 (bfloat16 *)out}, threads);
     else
-        done = multiply_any(Product<float>{(const float *)x, rows, *weight, (const float *)bias, gated != 0, (float *)out}, threads);
+        done = multiply_by_any(Product<float>{(const float *)x, rows, *weight, (const float *)bias, gated != 0, (float *)out},
+                               threads);
     return done ? 0 : 1;
 }
 

@@ -37,9 +37,9 @@ class Heads(Structure):
 
 
 class Packed(Structure):
-    """A weight as oneDNN packs it; see products.h."""
+    """A weight in blocks; see products.h."""
 
-    _fields_ = (("numbers", c_void_p), ("outputs", c_int64), ("depth", c_int64), ("width", c_int64))
+    _fields_ = (("numbers", c_void_p), ("outputs", c_int64), ("depth", c_int64))
 
 
 SIGNATURES = {
@@ -52,6 +52,7 @@ SIGNATURES = {
         *(c_int, POINTER(Heads), c_void_p, POINTER(Cache), c_void_p, c_int64, c_int64, c_float, c_void_p, c_int),
     ),
     "attend_prompt": (c_int, POINTER(Heads), c_void_p, POINTER(Cache), c_float, c_void_p, c_int),
+    "width": (),
     "product": (c_int, c_void_p, c_int64, POINTER(Packed), c_void_p, c_int, c_void_p, c_int),
     "sum": (c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int),
 }
@@ -122,7 +123,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
     for name, arguments in SIGNATURES.items():
         function = getattr(library, f"ladderize_{name}")
         function.argtypes = arguments
-        function.restype = c_int if name in ("rotate", "attend", "attend_prompt", "product") else None
+        function.restype = c_int if name in ("rotate", "attend", "attend_prompt", "product", "width") else None
     return library
 
 

@@ -10,6 +10,7 @@
 namespace {
 
 constexpr int64_t KEYS = 256; // columns that tokens look at at once
+constexpr int64_t WHOLE = IN_LINE<bfloat16>; // what columns, and a head's numbers, come in: also an engine's outputs divide it
 
 inline uint32_t pair_of(bfloat16 low, bfloat16 high) { return low.bits | uint32_t(high.bits) << 16; }
 
@@ -33,8 +34,7 @@ void pack_head(const bfloat16 *keys, const bfloat16 *values, int64_t tokens, int
 
 // Where number i of row q lies in a block's rows.
 template <typename Engine> inline int64_t at(int64_t q, int64_t i) {
-    constexpr int64_t NUMBERS = IN_LINE<bfloat16>;
-    return i / NUMBERS * NUMBERS * Engine::ROWS + q * NUMBERS + i % NUMBERS;
+    return i / WHOLE * WHOLE * Engine::ROWS + q * WHOLE + i % WHOLE;
 }
 
 // The attention of the engine's ROWS tokens of one head to themselves and those before, from token `first` on, of which
@@ -53,10 +53,10 @@ void attend_block(const Engine &engine, const bfloat16 *query, int64_t first, in
         for (int64_t i = 0; i < dim; ++i) sums[q * dim + i] = 0;
     }
     for (int64_t begin = 0; begin < first + count; begin += KEYS) {
-        const int64_t columns = std::min(parts(first + QUERIES - begin, OUTPUTS) * OUTPUTS, KEYS);
+        const int64_t columns = std::min(parts(first + QUERIES - begin, WHOLE) * WHOLE, KEYS);
         for (int64_t column = 0; column < columns; column += OUTPUTS)
             engine.multiply({rows, key_words + (begin + column) * (dim / 2), LANES * (dim / 2) * WORD, LANES * WORD, dim,
-                             nullptr, scores[0] + column, KEYS}, nothing);
+                             nullptr, scores[0] + column, KEYS, false}, nothing);
         for (int64_t q = 0; q < QUERIES; ++q) {
             const int64_t seen = std::min(first + q + 1 - begin, columns);
             const float shrink = soften(scores[q], seen, scale, most[q], total[q]);
@@ -67,7 +67,7 @@ void attend_block(const Engine &engine, const bfloat16 *query, int64_t first, in
         }
         for (int64_t i = 0; i < dim; i += OUTPUTS)
             engine.multiply({shares, value_words + begin / 2 * dim + i, LANES * WORD, dim * WORD, columns, sums + i,
-                             sums + i, dim}, nothing);
+                             sums + i, dim, false}, nothing);
     }
     for (int64_t q = 0; q < count; ++q)
         for (int64_t i = 0; i < dim; ++i) put(out[q * stride + i], sums[q * dim + i] / total[q]);
@@ -76,10 +76,10 @@ void attend_block(const Engine &engine, const bfloat16 *query, int64_t first, in
 // Returns false for heads of another size than the engine takes, or tokens that follow others: then nothing was done.
 template <typename Engine>
 bool attend_prompt(const Heads &size, const bfloat16 *query, const Cache &cache, float scale, bfloat16 *out, int threads) {
-    constexpr int64_t QUERIES = Engine::ROWS, OUTPUTS = Engine::OUTPUTS;
+    constexpr int64_t QUERIES = Engine::ROWS;
     const int64_t tokens = size.tokens, dim = size.dim, stride = size.heads * dim, group = size.heads / size.kv_heads;
-    const int64_t columns = parts(tokens, OUTPUTS) * OUTPUTS;
-    if (dim % OUTPUTS || cache.column) return false;
+    const int64_t columns = parts(tokens, WHOLE) * WHOLE;
+    if (dim % WHOLE || cache.column) return false;
 #pragma omp parallel if (threads > 1) num_threads(threads)
     {
         const Engine engine(QUERIES);

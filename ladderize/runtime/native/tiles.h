@@ -68,6 +68,7 @@ struct Tiles {
         const bfloat16 *rows = block.rows;
         const char *words = (const char *)block.words;
         for (int64_t i = 0; i < block.depth; i += 2 * TILE, rows += ROWS * 2 * TILE, words += TILE * stride) {
+            if (block.looks_ahead) look_ahead(words, TILE * stride);
             _tile_loadd(6, words, stride);
             _tile_loadd(7, words + block.beside, stride);
             _tile_loadd(4, rows, LINE);

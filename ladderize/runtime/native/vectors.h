@@ -5,20 +5,21 @@
 
 namespace {
 
+constexpr uint32_t HIGH = 0xffff0000; // of a pair of bfloat16
+
 inline Vector plus_products(Vector sum, const float *x, const float *numbers) { return sum + *x * load(numbers); }
 inline Vector plus_products(Vector sum, const bfloat16 *x, const bfloat16 *numbers) {
-    const Words pairs = *(const LooseWords *)numbers;
+    const Words pairs = *(const LooseWords *)numbers, both = Words{} + *(const LooseWord *)x;
 #ifdef __AVX512BF16__
-    const __m512bh both = (__m512bh)_mm512_set1_epi32(*(const LooseWord *)x);
-    return (Vector)_mm512_dpbf16_ps((__m512)sum, both, (__m512bh)pairs);
+    return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)both, (__m512bh)pairs);
 #else
-    return sum + get(x[0]) * (Vector)(pairs << 16) + get(x[1]) * (Vector)(pairs & 0xffff0000u);
+    return sum + (Vector)(both << 16) * (Vector)(pairs << 16) + (Vector)(both & HIGH) * (Vector)(pairs & HIGH);
 #endif
 }
 
-template <typename T, int HEIGHT, int VECTORS> struct Vectors {
+template <typename T, int HEIGHT> struct Vectors {
     using Number = T;
-    static constexpr int64_t ROWS = HEIGHT, OUTPUTS = VECTORS * LANES;
+    static constexpr int64_t ROWS = HEIGHT, VECTORS = 2, OUTPUTS = VECTORS * LANES;
     static constexpr int64_t BYTES = 1 << 19; // of rows that wait for their turn: half the second cache
     static constexpr int64_t ROWS_MEANWHILE = 0;
     static constexpr int NEAR = 2; // the next block of a weight waits in the second cache: the first one is too small
@@ -36,12 +37,15 @@ template <typename T, int HEIGHT, int VECTORS> struct Vectors {
         for (int64_t i = 0; i < block.depth; i += IN_LINE<T>, rows += ROWS * IN_LINE<T>) {
             meanwhile();
             for (int64_t word = 0; word < LINE / WORD; ++word, words += block.stride)
-#pragma GCC unroll 4
-                for (int64_t v = 0; v < VECTORS; ++v)
+#pragma GCC unroll 2
+                for (int64_t v = 0; v < VECTORS; ++v) {
+                    const T *numbers = (const T *)(words + v * block.beside);
+                    if (block.looks_ahead) look_ahead(numbers, LANES * WORD / NUMBER<T>);
 #pragma GCC unroll 8
                     for (int64_t row = 0; row < ROWS; ++row)
-                        sums[row][v] = plus_products(sums[row][v], rows + row * IN_LINE<T> + word * (WORD / NUMBER<T>),
-                                                     (const T *)(words + v * block.beside));
+                        sums[row][v] = plus_products(
+                            sums[row][v], rows + row * IN_LINE<T> + word * (WORD / NUMBER<T>), numbers);
+                }
         }
         for (int64_t row = 0; row < ROWS; ++row)
             for (int64_t v = 0; v < VECTORS; ++v) store(block.sums + row * block.sum_stride + v * LANES, sums[row][v]);
