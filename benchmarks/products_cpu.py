@@ -59,8 +59,9 @@ def own(weight: Tensor) -> Callable[[Tensor], Tensor]:
 def measure(limit: str) -> list[dict]:
     torch.set_num_threads(1)
     set_up_heap()
-    makes = [(torch.bfloat16, packed), (torch.bfloat16, own), (torch.bfloat16, plain), (torch.float32, packed)]
-    makes = makes[limit == "avx2" :] + [(torch.float32, own)]
+    makes = [(torch.bfloat16, own), (torch.bfloat16, plain), (torch.float32, packed), (torch.float32, own)]
+    if limit != "avx2":
+        makes.insert(0, (torch.bfloat16, packed))
     kinds = {f"{str(dtype).removeprefix('torch.')} {make.__name__}": (dtype, make) for dtype, make in makes}
     rows: list[dict] = []
     products: dict[tuple, list[Callable[[Tensor], Tensor]]] = {}

@@ -23,9 +23,10 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = False) -> None:
         library = kernels() if pack and weight.device.type == "cpu" and weight.dtype in TYPES else ""
+        width = 0 if isinstance(library, str) else library.ladderize_width()
         self.weight, self.bias, self.packed = weight, bias, None
-        if not isinstance(library, str):
-            self.weight = pack_weight(weight, library.ladderize_width())
+        if width:
+            self.weight = pack_weight(weight, width)
             self.packed = Packed(self.weight.data_ptr(), *weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:

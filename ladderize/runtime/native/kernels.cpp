@@ -82,8 +82,14 @@ int ladderize_attend(int type, const Heads *size, const void *query, const Cache
     return 0;
 }
 
-// How many outputs of a packed weight lie side by side.
-int ladderize_width() { return WIDTH; }
+// How many outputs of a packed weight lie side by side; 0: products were not tried on such a processor, and are PyTorch's.
+int ladderize_width() {
+#ifdef __x86_64__
+    return WIDTH;
+#else
+    return 0;
+#endif
+}
 
 // Returns 0, or 1 where memory is short.
 int ladderize_product(int type, const void *x, int64_t rows, const Packed *weight, const void *bias, int gated, void *out,

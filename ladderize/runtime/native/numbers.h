@@ -24,7 +24,11 @@ inline void put(bfloat16 &to, float x) {
 
 // Intel's processors leave memory idle unless they are asked for what is read in a moment: with it products of few rows
 // take half as long there, and what only moves numbers three quarters. AMD's ask by themselves, and lose a tenth by it.
+#ifdef __x86_64__
 const bool asks_ahead = __builtin_cpu_is("intel");
+#else
+const bool asks_ahead = false;
+#endif
 constexpr int64_t AHEAD = 8192, LINE = 64; // bytes
 
 // Begins to load what lies AHEAD bytes behind `count` numbers.
