@@ -11,17 +11,14 @@ constexpr int64_t WORD = 4; // bytes: a pair of bfloat16, or one float
 
 inline int64_t parts(int64_t all, int64_t most) { return (all + most - 1) / most; }
 
-// rows: [depth / IN_LINE][the engine's ROWS][IN_LINE], so that what is read together lies in one piece. words: those of the
-// depth one after the other, `stride` bytes apart, each for LANES outputs; `beside`: bytes to the next LANES outputs. The
-// depth is a multiple of IN_LINE. before, sums: [ROWS][its OUTPUTS], `sum_stride` numbers from one row's to the next; what is
-// before is added to, unless it is null.
 template <typename T> struct Block {
-    const T *rows;
-    const void *words;
-    int64_t beside, stride, depth;
-    const float *before;
-    float *sums;
-    int64_t sum_stride;
+    const T *rows; // [depth / IN_LINE][the engine's ROWS][IN_LINE]: what is read together lies in one piece
+    const void *words; // of the depth one after the other, each for LANES outputs
+    int64_t beside, stride; // bytes to the words of the next LANES outputs, to the next word
+    int64_t depth; // a multiple of IN_LINE
+    const float *before; // sums that are added to; null: none
+    float *sums; // [ROWS][the engine's OUTPUTS]
+    int64_t sum_stride; // numbers from one row's sums to the next
     bool looks_ahead; // whether words come from memory
 };
 

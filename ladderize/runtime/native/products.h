@@ -73,6 +73,7 @@ template <typename Engine> class BandedProduct {
         alignas(LINE) float sums[ROWS][WIDTH], ups[ROWS][WIDTH];
         int64_t first = 0, rows = 0, output = 0, put = 0;
 
+        void begin(int64_t row, int64_t count, int64_t block) { first = row, rows = count, output = block, put = 0; }
         void put_rows(const Product<T> &product, int64_t count) {
             for (; count > 0 && put < rows; --count, ++put) put_sums(product, sums[put], ups[put], first + put, output);
         }
@@ -107,8 +108,7 @@ template <typename Engine> class BandedProduct {
                         if (product.gated) multiply(engine, part, band, product.outputs + output, before, now.ups[0]);
                         before.put_rows(product, ROWS);
                         if (!ends_with(part)) continue;
-                        now.first = first + band * ROWS, now.rows = std::min(part.rows - band * ROWS, ROWS);
-                        now.output = output, now.put = 0;
+                        now.begin(first + band * ROWS, std::min(part.rows - band * ROWS, ROWS), output);
                         turn ^= 1;
                     }
             }
@@ -149,9 +149,9 @@ template <typename Engine> class BandedProduct {
         const int64_t lines = count > 1 ? parts(WIDTH, count) : 0;
         const char *asked = words + (WIDTH * whole * NUMBER<T>) + band * lines * LINE * (part.depth / IN_LINE<T>);
         float *kept = is_cut() ? waiting.get() + (block * bands + band) * ROWS * WIDTH : nullptr;
-        const T *rows = packed.get() + band * ROWS * depth;
-        float *to = ends_with(part) ? sums : kept;
-        engine.multiply({rows, words, LANES * WORD, WIDTH * WORD, part.depth, part.start ? kept : nullptr, to, WIDTH, count == 1}, [&] {
+        const Block<T> read = {packed.get() + band * ROWS * depth, words, LANES * WORD, WIDTH * WORD, part.depth,
+                               part.start ? kept : nullptr, ends_with(part) ? sums : kept, WIDTH, count == 1};
+        engine.multiply(read, [&] {
             for (int64_t line = 0; line < lines; ++line, asked += LINE) __builtin_prefetch(asked, 0, Engine::NEAR);
             before.put_rows(product, Engine::ROWS_MEANWHILE);
         });
