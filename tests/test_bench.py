@@ -68,6 +68,8 @@ class BlocksAtTheWait(Emulated):
 
 
 def test_profile_proves_overlap_and_fails_without_it(tmp_path, shape, monkeypatch):
+    """Behind an MLP that takes some time: that of SHAPE takes less than a call."""
+    shape.write_text(json.dumps({**SHAPE, "model_type": "llama", "intermediate_size": 1 << 16}))
     arguments = ("--random-weights", shape, "--profile", tmp_path / "traces")
     text = "--layout dense,ladder --emulate-tp 4 --link 300,1"
     dense, ladder = timed(*arguments, text=text)["rows"]
